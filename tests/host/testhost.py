@@ -82,8 +82,15 @@ def step(what: str) -> Iterator[None]:
 
 
 def run(argv: Sequence[str], *, stdin: str | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, input=stdin, stdin=None if stdin is not None else subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=timeout, check=False)  # fmt: skip
+    return subprocess.run(
+        argv,
+        input=stdin,
+        stdin=None if stdin is not None else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def checked(argv: Sequence[str], *, stdin: str | None = None, timeout: float = 120) -> str:
@@ -186,7 +193,7 @@ def select_sources(stanzas: Sequence[Mapping[str, str]], codename: str, suite: s
             if name.rstrip("/") not in wanted:
                 continue
             for uri in fields.get("uris", "").split():
-                found[AptSource(uri, suite + name.rstrip("/")[len(codename):], ("main",), trusted)] = None  # fmt: skip
+                found[AptSource(uri, suite + name.rstrip("/")[len(codename) :], ("main",), trusted)] = None
     return list(found)
 
 
@@ -290,8 +297,8 @@ def read_machine() -> Machine:
     release = os_release(Path("/etc/os-release").read_text())
     if release.get("ID") != "debian":
         raise HostError(
-            f"this machine is {release.get('PRETTY_NAME', 'unknown')}: a node image is made from a Debian machine's own "
-            "apt sources; run it on Debian"
+            f"this machine is {release.get('PRETTY_NAME', 'unknown')}: a node image is made from the apt sources of a "
+            "Debian machine; run it on Debian"
         )
     codename = release.get("VERSION_CODENAME", "")
     sources = select_sources(read_apt_stanzas(Path("/etc/apt")), codename, NODE_SUITE)
@@ -353,8 +360,11 @@ def install(packages: Sequence[str], why: str) -> None:
 
 
 def ensure_tools() -> None:
-    missing = [package for tool, package in (("mmdebstrap", "mmdebstrap"), ("ssh-keygen", "openssh-client"))
-               if not shutil.which(tool)]  # fmt: skip
+    missing = [
+        package
+        for tool, package in (("mmdebstrap", "mmdebstrap"), ("ssh-keygen", "openssh-client"))
+        if not shutil.which(tool)
+    ]
     if missing:
         install(missing, f"{' and '.join(missing)} missing")
 
@@ -369,8 +379,9 @@ def daemon_pid() -> int | None:
 
 
 def bridge_missing() -> bool:
-    name = docker("network", "inspect", "bridge", "--format",
-                  '{{index .Options "com.docker.network.bridge.name"}}').strip()  # fmt: skip
+    name = docker(
+        "network", "inspect", "bridge", "--format", '{{index .Options "com.docker.network.bridge.name"}}'
+    ).strip()
     return not Path(f"/sys/class/net/{name or 'docker0'}").exists()
 
 
@@ -446,7 +457,9 @@ def ensure_docker() -> None:
         with step("starting dockerd"):
             start_daemon()
     if not answering_client():
-        raise HostError("dockerd runs, but no docker client here can talk to it; install the client of the same version")
+        raise HostError(
+            "dockerd runs, but no docker client here can talk to it; install the client of the same version"
+        )
 
 
 # --- image ------------------------------------------------------------------------------------------------
@@ -491,7 +504,7 @@ def bootstrap_argv(machine: Machine, overlay: Path) -> list[str]:
         'chroot "$1" update-ca-certificates',
         'rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id "$1"/etc/resolv.conf',
         'touch "$1"/etc/machine-id',
-        f"for unit in {masks}; do ln -sf /dev/null \"$unit\"; done",
+        f'for unit in {masks}; do ln -sf /dev/null "$unit"; done',
         'chroot "$1" systemctl set-default multi-user.target',
         'mkdir -m 0700 -p "$1/root/.ssh"',
     )
@@ -519,11 +532,20 @@ def build_image(machine: Machine, ref: str) -> None:
             path.write_bytes(data)
         # mkdtemp's 0700 would become the mode of the node's root folder
         overlay.chmod(0o755)
-        import_argv = [client(), "import", "--change", "ENV container=docker",
-                       "--change", f"LABEL {LABEL}=image", "-", ref]  # fmt: skip
+        import_argv = [
+            client(),
+            "import",
+            "--change",
+            "ENV container=docker",
+            "--change",
+            f"LABEL {LABEL}=image",
+            "-",
+            ref,
+        ]
         with log.open("wb") as out:
-            bootstrap = subprocess.Popen(bootstrap_argv(machine, overlay), stdin=subprocess.DEVNULL,
-                                         stdout=subprocess.PIPE, stderr=out)  # fmt: skip
+            bootstrap = subprocess.Popen(
+                bootstrap_argv(machine, overlay), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out
+            )
             importer = subprocess.Popen(import_argv, stdin=bootstrap.stdout, stdout=out, stderr=out)
             if bootstrap.stdout:
                 bootstrap.stdout.close()
@@ -593,14 +615,41 @@ def parse_name(text: str) -> str:
 
 def run_argv(spec: NodeSpec, ref: str, wheel_dirs: Sequence[str]) -> list[str]:
     """`docker run` for a systemd that has no CAP_SYS_RESOURCE, so not --privileged."""
-    argv = ["run", "-d", "--name", spec.name, "--hostname", spec.name,
-            "--label", f"{LABEL}=node", "--label", f"{LABEL}.spec={spec.fingerprint()}",
-            "--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE",
-            "--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined",
-            "--cgroupns=host", "-v", "/sys/fs/cgroup:/sys/fs/cgroup:rw",
-            "--tmpfs", "/run", "--tmpfs", "/run/lock", "--tmpfs", "/tmp:exec",
-            "-v", f"{spec.name}-containers:/var/lib/containers",
-            "--stop-signal", "SIGRTMIN+3", "--stop-timeout", "180"]  # fmt: skip
+    argv = [
+        "run",
+        "-d",
+        "--name",
+        spec.name,
+        "--hostname",
+        spec.name,
+        "--label",
+        f"{LABEL}=node",
+        "--label",
+        f"{LABEL}.spec={spec.fingerprint()}",
+        "--cap-add",
+        "ALL",
+        "--cap-drop",
+        "SYS_RESOURCE",
+        "--security-opt",
+        "seccomp=unconfined",
+        "--security-opt",
+        "apparmor=unconfined",
+        "--cgroupns=host",
+        "-v",
+        "/sys/fs/cgroup:/sys/fs/cgroup:rw",
+        "--tmpfs",
+        "/run",
+        "--tmpfs",
+        "/run/lock",
+        "--tmpfs",
+        "/tmp:exec",
+        "-v",
+        f"{spec.name}-containers:/var/lib/containers",
+        "--stop-signal",
+        "SIGRTMIN+3",
+        "--stop-timeout",
+        "180",
+    ]
     for port in spec.publish:
         argv += ["-p", f"127.0.0.1:{port}"]
     mounts = [f"{source}:{mount}:ro" for source, mount in zip(wheel_dirs, wheel_mounts(), strict=False)]
@@ -632,7 +681,9 @@ def create(spec: NodeSpec) -> None:
             try:
                 probe.bind(("127.0.0.1", int(port.split(":")[0])))
             except OSError as err:
-                raise HostError(f"port {port.split(':')[0]} on 127.0.0.1 is in use: choose another one or free it") from err
+                raise HostError(
+                    f"port {port.split(':')[0]} on 127.0.0.1 is in use: choose another one or free it"
+                ) from err
     try:
         docker(*run_argv(spec, ref, machine.pip.wheel_dirs))
     except HostError:
@@ -642,7 +693,9 @@ def create(spec: NodeSpec) -> None:
 
 def authorize(name: str) -> None:
     public = (STATE / "id_ed25519.pub").read_text()
-    script = "umask 077; cat >/root/.ssh/authorized_keys.new && mv /root/.ssh/authorized_keys.new /root/.ssh/authorized_keys"
+    script = (
+        "umask 077; cat >/root/.ssh/authorized_keys.new && mv /root/.ssh/authorized_keys.new /root/.ssh/authorized_keys"
+    )
     docker("exec", "-i", name, "sh", "-c", script, stdin=public)
 
 
