@@ -792,8 +792,6 @@ def remove_node(name: str) -> None:
 
 def down(name: str) -> None:
     ensure_docker()
-    if container(name) is None:
-        say(f"no node {name}")
     remove_node(name)
     say(f"node {name} is gone")
 

@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""The serving image as an archive: built by the first node that needs it, loaded by every later one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from testhost import ROOT, STATE, client
+
+CACHE = STATE / "cache"
+# where test nodes find the folder, read-only
+MOUNT = "/srv/cache"
+IMAGE = "localhost/gpu-node/vllm-cpu"
+
+
+def inputs() -> list[Path]:
+    """What the image is made of, generously: a stale archive would test another image."""
+    return [*sorted((ROOT / "roles" / "serving_image" / "files").iterdir()), ROOT / "roles/serving_plan/vars/cpu.yml"]
+
+
+def archive() -> Path:
+    digest = hashlib.sha256()
+    for path in inputs():
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return CACHE / f"vllm-cpu-{digest.hexdigest()[:12]}.tar"
+
+
+def on_node() -> str:
+    """Path of the archive as a node sees it; empty when there is none yet."""
+    return f"{MOUNT}/{archive().name}" if archive().exists() else ""
+
+
+def save(container: str) -> Path:
+    """Take the image out of a node that built it; an interrupted save leaves nothing behind that looks whole."""
+    path = archive()
+    if path.exists():
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for outdated in CACHE.glob("vllm-cpu-*"):
+        outdated.unlink()
+    listing = [client(), "exec", container, "podman", "image", "ls", "--filter", f"reference={IMAGE}"]
+    names = subprocess.run(
+        [*listing, "--format", "{{.Repository}}:{{.Tag}}"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    if len(names) != 1:
+        raise SystemExit(f"image_cache: error: expected one image {IMAGE} on {container}, found {names or 'none'}")
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as out:
+        subprocess.run([client(), "exec", container, "podman", "save", names[0]], check=True, stdout=out)
+    os.replace(partial, path)
+    return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1] == "where":
+        print(on_node())
+    elif len(sys.argv) == 3 and sys.argv[1] == "save":
+        print(f"image_cache: {save(sys.argv[2])}")
+    else:
+        sys.exit("usage: image_cache.py where | save CONTAINER")
