@@ -1,0 +1,226 @@
+"""HTTP client of an OpenAI-compatible server: completions that count their tokens, health, models, metrics."""
+
+import http.client
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_node.errors import EngineError, ParseError
+
+PROMPT = "What is 17 * 19? Answer with the number."
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The engine's gauges and counters, summed over their labels. kv_usage: 0 to 1 for each engine."""
+
+    running: float
+    waiting: float
+    generation_tokens: float
+    prompt_tokens: float
+    kv_usage: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answered chat completion. first_token_s: to the first event of a stream, None when it was not streamed."""
+
+    model: str
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    first_token_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed of a stream (without the time to the first token), else tokens over the whole time."""
+        if self.first_token_s is not None and self.completion_tokens > 1:
+            return (self.completion_tokens - 1) / max(self.seconds - self.first_token_s, 1e-6)
+        return self.completion_tokens / max(self.seconds, 1e-6)
+
+
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*", re.ASCII)
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Read a Prometheus text. Raises ParseError when a needed metric is missing or no finite number."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("vllm:") or not (match := _SAMPLE.fullmatch(line)):
+            continue
+        try:
+            value = float(match["value"])
+        except ValueError:
+            value = math.nan
+        sums[match["name"]] = sums.get(match["name"], 0.0) + value
+
+    def need(name: str) -> float:
+        value = sums.get(f"vllm:{name}")
+        if value is None or not math.isfinite(value):
+            raise ParseError(f"/metrics has no number for vllm:{name}: is this server a vLLM?")
+        return value
+
+    return Metrics(
+        running=need("num_requests_running"),
+        waiting=need("num_requests_waiting"),
+        generation_tokens=need("generation_tokens_total"),
+        prompt_tokens=need("prompt_tokens_total"),
+        kv_usage=need("kv_cache_usage_perc"),
+    )
+
+
+def parse_events(lines: Iterable[bytes]) -> Iterator[Any]:
+    """The JSON values of a server-sent event stream until [DONE]. Raises EngineError when it ends before."""
+    for line in lines:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            yield json.loads(data)
+        except (ValueError, RecursionError):
+            raise EngineError(f"the stream holds an event that is not JSON: {data[:80]!r}") from None
+    raise EngineError("the stream ended without [DONE]")
+
+
+def _usage(answer: Any, name: str) -> int:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    value = usage.get(name) if isinstance(usage, dict) else None
+    if type(value) is not int:
+        raise EngineError(f"the answer has no usage.{name}")
+    return value
+
+
+def _text(answer: Any, part: str) -> str:
+    """The first choice's text. It may be empty: a model that thinks first, or random weights."""
+    try:
+        return answer["choices"][0][part].get("content") or ""
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return ""
+
+
+class Engine:
+    """A server on this node. The key goes into the request's header and nowhere else."""
+
+    def __init__(self, address: str, port: int, key: str | None) -> None:
+        self.name = f"{address}:{port}"
+        self._address = address
+        self._port = port
+        self._key = key
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+    def _open(self, method: str, path: str, body: Any, timeout_s: float) -> http.client.HTTPResponse:
+        """Send the request; the answer's head is there and its status is 200. Raises EngineError."""
+        headers = {"Connection": "close"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            data = json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self._address, self._port, timeout=timeout_s)
+        connection.request(method, path, body=data, headers=headers)
+        # With `Connection: close` the response owns the socket and closes it.
+        response = connection.getresponse()
+        if response.status != 200:
+            text = response.read(2000).decode(errors="replace").strip()
+            response.close()
+            raise EngineError(f"{self.name}{path} answered HTTP {response.status}: {self._redacted(text)[:300]}")
+        return response
+
+    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> str:
+        try:
+            with self._open(method, path, body, timeout_s) as response:
+                return response.read().decode(errors="replace")
+        except TimeoutError:
+            raise EngineError(f"{self.name}{path} did not answer within {timeout_s:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.name}{path} does not answer: {type(error).__name__}") from None
+
+    def healthy(self, timeout_s: float) -> bool:
+        """Whether /health says 200. It does so too when the engine behind it is frozen: generate for a proof."""
+        try:
+            self._request("GET", "/health", None, timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    def models(self, timeout_s: float) -> list[str]:
+        """The names under which the server serves."""
+        answer = self._json(self._request("GET", "/v1/models", None, timeout_s))
+        data = answer.get("data") if isinstance(answer, dict) else None
+        return [str(item.get("id")) for item in data or [] if isinstance(item, dict)]
+
+    def metrics(self, timeout_s: float) -> Metrics:
+        return parse_metrics(self._request("GET", "/metrics", None, timeout_s))
+
+    @staticmethod
+    def _json(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise EngineError(f"the answer is not JSON: {text[:80]!r}") from None
+
+    def complete(self, model: str, max_tokens: int, timeout_s: float, stream: bool = False) -> Completion:
+        """One chat completion, which generated at least one token. Raises EngineError.
+
+        Thinking is switched off: with it on, a small max_tokens gives an empty text.
+        """
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "chat_template_kwargs": {"thinking": False},
+        }
+        started = time.monotonic()
+        if stream:
+            done = self._streamed(body, started, timeout_s)
+        else:
+            answer = self._json(self._request("POST", "/v1/chat/completions", body, timeout_s))
+            done = Completion(
+                str(answer.get("model")) if isinstance(answer, dict) else "",
+                _text(answer, "message"),
+                _usage(answer, "prompt_tokens"),
+                _usage(answer, "completion_tokens"),
+                time.monotonic() - started,
+            )
+        if done.completion_tokens < 1:
+            raise EngineError(f"{self.name} answered without a generated token")
+        return done
+
+    def _streamed(self, body: dict[str, Any], started: float, timeout_s: float) -> Completion:
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        path = "/v1/chat/completions"
+        first: float | None = None
+        texts: list[str] = []
+        model, usage = "", None
+        try:
+            with self._open("POST", path, body, timeout_s) as response:
+                for event in parse_events(iter(response.readline, b"")):
+                    # The socket's timeout counts from byte to byte; a trickle must not go on for ever.
+                    if time.monotonic() - started > timeout_s:
+                        raise TimeoutError
+                    if not isinstance(event, dict) or "error" in event:
+                        raise EngineError(f"{self.name}{path} sent an error: {self._redacted(json.dumps(event))[:300]}")
+                    if event.get("choices") and first is None:
+                        first = time.monotonic() - started
+                    model = str(event.get("model") or model)
+                    texts.append(_text(event, "delta"))
+                    usage = event if event.get("usage") else usage
+        except TimeoutError:
+            raise EngineError(f"{self.name}{path} did not end its stream within {timeout_s:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.name}{path} broke its stream: {type(error).__name__}") from None
+        return Completion(
+            model, "".join(texts), _usage(usage, "prompt_tokens"), _usage(usage, "completion_tokens"),
+            time.monotonic() - started, first,
+        )

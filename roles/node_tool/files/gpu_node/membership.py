@@ -1,0 +1,151 @@
+"""The one owner of the balancer's membership: renders it from the out-reasons, tests, reloads, proves the takeover."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_node import files, nginx
+from gpu_node.config import NodeConfig, load_clients, load_engine_key
+from gpu_node.errors import BalancerError
+from gpu_node.host import Host
+from gpu_node.paths import Paths
+from gpu_node.proc import Proc
+from gpu_node.reasons import Reasons
+
+LOCK_TIMEOUT_S = 60
+TAKEOVER_TIMEOUT_S = 15
+SECRET_MODE = 0o600
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What an apply did. generation: what nginx serves now, or will when it starts."""
+
+    changed: bool
+    generation: int
+    running: bool
+
+
+class Membership:
+    """nginx's view of which replicas are in."""
+
+    def __init__(self, paths: Paths, node: NodeConfig, host: Host, holder: str) -> None:
+        self._paths = paths
+        self._node = node
+        self._host = host
+        self._holder = holder
+        self.reasons = Reasons(paths)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the membership lock: nobody else changes reasons or files meanwhile."""
+        with files.lock(self._paths.membership_lock, self._holder, LOCK_TIMEOUT_S):
+            yield
+
+    def served_generation(self) -> int | None:
+        """The generation that a new connection to nginx meets; None when no status page answers."""
+        try:
+            status, text = self._host.get(self._node.status_port, "/members", timeout_s=2)
+        except OSError:
+            return None
+        match = re.search(r"\d{1,18}", text, re.ASCII) if status == 200 else None
+        return int(match[0]) if match else None
+
+    def _nginx(self) -> int | None:
+        """The pid of nginx's master process, when it runs."""
+        text = (files.read_text(self._paths.nginx_pid) or "").strip()
+        if not text.isdecimal():
+            return None
+        proc = Proc(self._paths.proc)
+        return int(text) if proc.name(int(text)) == "nginx" and proc.process(int(text)) else None
+
+    def _wanted(self, generation: int) -> tuple[str, str]:
+        """The texts of members.conf and secrets.conf."""
+        secrets = nginx.render_secrets(
+            load_clients(self._paths, self._node.listen), load_engine_key(self._paths)
+        )
+        out = {replica.index for replica in self._node.replicas if self.reasons.of(replica.index)}
+        return nginx.render_members(self._node.replicas, out, secrets, generation), secrets
+
+    def _write(self) -> tuple[bool, int, dict[Path, str | None]]:
+        """Bring the files up to date; whether they changed, their generation, and what they held before."""
+        folder = self._paths.members_conf.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        before = {path: files.read_text(path) for path in (self._paths.secrets_conf, self._paths.members_conf)}
+        generation = nginx.parse_generation(before[self._paths.members_conf] or "") or 0
+        members, secrets = self._wanted(generation)
+        if before == {self._paths.secrets_conf: secrets, self._paths.members_conf: members}:
+            return False, generation, before
+        # Above what nginx serves too, in case the file was lost.
+        generation = max(generation, self.served_generation() or 0) + 1
+        members, secrets = self._wanted(generation)
+        files.atomic_write(self._paths.secrets_conf, secrets, SECRET_MODE)
+        files.atomic_write(self._paths.members_conf, members, SECRET_MODE)
+        return True, generation, before
+
+    def render(self) -> Applied:
+        """Write the files only. nginx takes them over when it starts, or at the next apply."""
+        with self.locked():
+            changed, generation, _ = self._write()
+            return Applied(changed, generation, self._nginx() is not None)
+
+    def apply(self) -> Applied:
+        """Make nginx serve the current membership. Raises BalancerError; the former files are back in place then."""
+        with self.locked():
+            return self._apply()
+
+    def _apply(self) -> Applied:
+        changed, generation, before = self._write()
+        master = self._nginx()
+        # A run killed between the files and the reload left nginx on an older generation: the answer shows it.
+        if master is None or (not changed and self.served_generation() == generation):
+            return Applied(changed, generation, master is not None)
+        test = self._host.run(["nginx", "-t", "-q"])
+        if test.returncode:
+            for path, text in before.items() if changed else ():
+                if text is None:
+                    files.remove(path)
+                else:
+                    files.atomic_write(path, text, SECRET_MODE)
+            raise BalancerError(
+                f"nginx refuses its configuration, so the membership stays as it was: {test.message};"
+                " repair it and run `gpu-node apply`"
+            )
+        self._host.hang_up(master)
+        deadline = self._host.clock() + TAKEOVER_TIMEOUT_S
+        while (self.served_generation() or -1) < generation:
+            if self._host.clock() >= deadline:
+                raise BalancerError(
+                    f"nginx (pid {master}) does not serve generation {generation} on"
+                    f" http://127.0.0.1:{self._node.status_port}/members {TAKEOVER_TIMEOUT_S} s after the reload:"
+                    " its error log says why; then run `gpu-node apply`"
+                )
+            self._host.sleep(0.05)
+        return Applied(True, generation, True)
+
+    def take_out(self, index: int, reason: str, by: str) -> Applied:
+        """Add the reason and apply. The reason stands even when BalancerError is raised."""
+        with self.locked():
+            self.reasons.add(index, reason, by)
+            return self._apply()
+
+    def let_in(self, index: int, *removed: str) -> Applied:
+        """Remove the reasons and apply. They are gone even when BalancerError is raised."""
+        with self.locked():
+            for reason in removed:
+                self.reasons.remove(index, reason)
+            return self._apply()
+
+    def reconcile(self) -> None:
+        """Apply when files or nginx lag behind the reasons, as after a kill or a repaired nginx. Cheap when not."""
+        with self.locked():
+            text = files.read_text(self._paths.members_conf) or ""
+            generation = nginx.parse_generation(text)
+            served = self.served_generation()
+            members, secrets = self._wanted(generation or 0)
+            same = (members, secrets) == (text, files.read_text(self._paths.secrets_conf))
+            if not same or (served is not None and served != generation):
+                self._apply()

@@ -1,0 +1,278 @@
+"""The switch of one replica to another release: a journal and steps that are all safe to repeat.
+
+The journal is written before its step is done. Killed anywhere and run again, the switch repeats the step at which it
+was killed and goes on. All side effects go through `Node`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gpu_node.errors import BalancerError, ConfigError, ToolError
+
+OUTCOMES = {"new": 0, "refused": 2, "rolled_back": 3, "failed": 4}  # outcome -> exit code
+
+
+class StepError(Exception):
+    """A step of the switch did not come out well; the text says why."""
+
+
+class RefusedError(ToolError):
+    """The switch may not begin."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Where a switch is. source: the release that served before (None: none did); outcome: None while unfinished."""
+
+    source: str | None
+    target: str
+    step: str
+    force_drain: bool = False
+    error: str = ""
+    outcome: str | None = None
+
+    def dump(self) -> str:
+        return json.dumps({
+            "from": self.source, "to": self.target, "step": self.step, "force_drain": self.force_drain,
+            "error": self.error, "outcome": self.outcome,
+        }) + "\n"  # fmt: skip
+
+
+def parse_journal(text: str, where: str) -> Journal:
+    """The journal of a text. Raises ConfigError."""
+    try:
+        value: Any = json.loads(text)
+        journal = Journal(
+            value["from"], value["to"], value["step"], value["force_drain"], value["error"], value["outcome"]
+        )
+    except (ValueError, LookupError, TypeError, RecursionError):
+        journal = None
+    if (
+        journal is None
+        or not (journal.source is None or isinstance(journal.source, str))
+        or not isinstance(journal.target, str)
+        or journal.step not in STEPS
+        or type(journal.force_drain) is not bool
+        or not isinstance(journal.error, str)
+        or not (journal.outcome is None or journal.outcome in OUTCOMES)
+    ):
+        raise ConfigError(f"{where} is not a switch's journal: look at `gpu-node status`, then remove the file")
+    return journal
+
+
+class Node(Protocol):
+    """One node's side effects, each safe to repeat. They raise StepError or, for nginx, BalancerError."""
+
+    def say(self, text: str) -> None: ...
+
+    def indexes(self) -> Sequence[int]: ...
+
+    def journal(self, index: int) -> Journal | None: ...
+
+    def save(self, index: int, journal: Journal) -> None: ...
+
+    def check_release(self, index: int, release: str) -> None:
+        """Raise ConfigError when the release cannot be served by this replica."""
+
+    def linked(self, index: int, link: str) -> str | None:
+        """The release that `current` or `previous` points at."""
+
+    def point(self, index: int, link: str, release: str) -> None: ...
+
+    def active(self, index: int) -> bool: ...
+
+    def reasons(self, index: int) -> Sequence[str]: ...
+
+    def take_out(self, index: int) -> None:
+        """Add the reason `rollout` and prove that no new request arrives."""
+
+    def let_in(self, index: int) -> None:
+        """Remove the reason `rollout`."""
+
+    def wait_idle(self, index: int) -> str | None:
+        """None when the running requests ended in time, else what still runs."""
+
+    def stop(self, index: int) -> None: ...
+
+    def start(self, index: int) -> None: ...
+
+    def verify(self, index: int) -> None: ...
+
+
+def _unfinished(journal: Journal | None) -> bool:
+    return journal is not None and journal.outcome is None
+
+
+def _failed(journal: Journal, error: Exception) -> Journal:
+    """Where a failed step leads: back to the release before, or, without one, to a replica that stays out."""
+    text = f"{journal.error}; then: {error}" if journal.error else str(error)
+    back = journal.step in FORWARD and journal.source not in (None, journal.target)
+    return replace(journal, step="roll_back_stop" if back else "give_up", error=text)
+
+
+def _drain(node: Node, index: int, journal: Journal) -> Journal:
+    try:
+        node.take_out(index)
+    except BalancerError as error:
+        return replace(journal, step="undo_drain", error=f"{error}; nothing changed")
+    if (left := node.wait_idle(index)) and not journal.force_drain:
+        return replace(
+            journal, step="undo_drain",
+            error=f"replica {index} is not drained: still {left}; nothing changed (--force-drain would cut them)",
+        )  # fmt: skip
+    return replace(journal, step="stop")
+
+
+def _undo_drain(node: Node, index: int, journal: Journal) -> Journal:
+    node.let_in(index)
+    return replace(journal, outcome="refused")
+
+
+def _stop(node: Node, index: int, journal: Journal) -> Journal:
+    node.stop(index)
+    return replace(journal, step="point")
+
+
+def _point(node: Node, index: int, journal: Journal) -> Journal:
+    node.point(index, "current", journal.target)
+    return replace(journal, step="start")
+
+
+def _start(node: Node, index: int, journal: Journal) -> Journal:
+    node.start(index)
+    return replace(journal, step="gate")
+
+
+def _gate(node: Node, index: int, journal: Journal) -> Journal:
+    node.verify(index)
+    return replace(journal, step="in")
+
+
+def _in(node: Node, index: int, journal: Journal) -> Journal:
+    if journal.source not in (None, journal.target):
+        node.point(index, "previous", str(journal.source))
+    node.let_in(index)
+    return replace(journal, outcome="new")
+
+
+def _roll_back_stop(node: Node, index: int, journal: Journal) -> Journal:
+    node.say(f"replica {index}: {journal.error}")
+    node.stop(index)
+    return replace(journal, step="roll_back_point")
+
+
+def _roll_back_point(node: Node, index: int, journal: Journal) -> Journal:
+    node.point(index, "current", str(journal.source))
+    return replace(journal, step="roll_back_start")
+
+
+def _roll_back_start(node: Node, index: int, journal: Journal) -> Journal:
+    node.start(index)
+    return replace(journal, step="roll_back_gate")
+
+
+def _roll_back_gate(node: Node, index: int, journal: Journal) -> Journal:
+    node.verify(index)
+    return replace(journal, step="roll_back_in")
+
+
+def _roll_back_in(node: Node, index: int, journal: Journal) -> Journal:
+    node.let_in(index)
+    return replace(journal, outcome="rolled_back")
+
+
+def _give_up(node: Node, index: int, journal: Journal) -> Journal:
+    try:
+        node.stop(index)
+    except StepError as error:
+        return replace(journal, error=f"{journal.error}; then: {error}", outcome="failed")
+    return replace(journal, outcome="failed")
+
+
+Step = Callable[[Node, int, Journal], Journal]
+FORWARD: dict[str, Step] = {
+    "drain": _drain, "stop": _stop, "point": _point, "start": _start, "gate": _gate, "in": _in,
+}  # fmt: skip
+STEPS: dict[str, Step] = FORWARD | {
+    "undo_drain": _undo_drain,
+    "roll_back_stop": _roll_back_stop,
+    "roll_back_point": _roll_back_point,
+    "roll_back_start": _roll_back_start,
+    "roll_back_gate": _roll_back_gate,
+    "roll_back_in": _roll_back_in,
+    "give_up": _give_up,
+}
+
+
+def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | None:
+    """The journal to go on with; None when there is nothing to do."""
+    for other in node.indexes():
+        journal = node.journal(other)
+        if other != index and journal is not None and journal.outcome is None:
+            raise RefusedError(
+                f"replica {other} is half-switched (step {journal.step}):"
+                f" finish it first with `gpu-node switch {other} {journal.target}`"
+            )
+    old = node.journal(index)
+    if old is not None and old.outcome is None and old.step in ("in", "roll_back_in") and old.target != target:
+        # It only has to be let in: what runs is proven, and is what a failure of the new switch goes back to.
+        old = _finish(node, index, old)
+    if old is not None and old.outcome is None:
+        if old.target == target:
+            node.say(f"replica {index}: going on with the switch to {target} at step {old.step}")
+            return replace(old, force_drain=old.force_drain or force_drain)
+        node.check_release(index, target)
+        node.say(f"replica {index}: {target} takes the place of {old.target}, whose switch was at step {old.step}")
+        step = "drain" if old.step in ("drain", "undo_drain") else "stop"
+        return Journal(old.source, target, step, force_drain)
+    current = node.linked(index, "current")
+    if current == target and node.active(index) and "rollout" not in node.reasons(index):
+        return None
+    node.check_release(index, target)
+    # After a failed switch `current` may be a release that never served: what did serve stays the way back.
+    source = old.source if old is not None and old.outcome == "failed" else current
+    for other in node.indexes():
+        if other != index and (reasons := node.reasons(other)):
+            node.say(f"replica {index}: warning: replica {other} is out too ({', '.join(reasons)})")
+    return Journal(source, target, "drain", force_drain)
+
+
+def _finish(node: Node, index: int, journal: Journal) -> Journal:
+    """Do the steps that are left. Raises BalancerError, with the journal unfinished, when nginx takes nothing over."""
+    while journal.outcome is None:
+        node.save(index, journal)
+        node.say(f"replica {index}: {journal.step.replace('_', ' ')}")
+        try:
+            journal = STEPS[journal.step](node, index, journal)
+        except StepError as error:
+            journal = _failed(journal, error)
+    node.save(index, journal)
+    return journal
+
+
+def switch(node: Node, index: int, target: str, force_drain: bool = False) -> Journal | None:
+    """Switch the replica; the finished journal, or None when the release serves already. Raises ToolError."""
+    journal = _begin(node, index, target, force_drain)
+    if journal is None:
+        node.say(f"replica {index}: release {target} serves already, nothing to do")
+        return None
+    journal = _finish(node, index, journal)
+    node.say(f"replica {index}: " + {
+        "new": f"release {journal.target} serves",
+        "refused": "the switch was refused",
+        "rolled_back": f"release {journal.target} failed; {journal.source} serves again",
+        "failed": f"release {journal.target} failed and no release before serves; the replica stays out",
+    }[str(journal.outcome)])  # fmt: skip
+    return journal
+
+
+def way_back(node: Node, index: int) -> str:
+    """The release that a roll-back goes to. Raises ConfigError when there is none."""
+    journal = node.journal(index)
+    unfinished = journal if _unfinished(journal) else None
+    release = unfinished.source if unfinished else node.linked(index, "previous")
+    if release is None:
+        raise ConfigError(f"replica {index} has no previous release to go back to")
+    return release

@@ -1,0 +1,82 @@
+"""What every verb needs, put together once."""
+
+from dataclasses import dataclass
+
+from gpu_node import drain
+from gpu_node.config import NodeConfig, Release, linked_release, load_engine_key, release_for
+from gpu_node.engine import Engine
+from gpu_node.errors import ConfigError
+from gpu_node.host import Host
+from gpu_node.membership import Membership
+from gpu_node.paths import Paths
+from gpu_node.proc import Proc
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What systemd says of a unit."""
+
+    load: str
+    active: str
+    sub: str
+    result: str
+    main_pid: int
+
+    @property
+    def word(self) -> str:
+        """One word for a table."""
+        if self.load == "not-found":
+            return "missing"
+        return self.sub if self.sub == "auto-restart" else self.active or "unknown"
+
+
+def parse_unit_state(text: str) -> UnitState:
+    """The output of `systemctl show`; properties that are not there are empty."""
+    values = dict(line.partition("=")[::2] for line in text.splitlines())
+    pid = values.get("MainPID", "")
+    return UnitState(
+        values.get("LoadState", ""),
+        values.get("ActiveState", ""),
+        values.get("SubState", ""),
+        values.get("Result", ""),
+        int(pid) if pid.isascii() and pid.isdecimal() and len(pid) < 10 else 0,
+    )
+
+
+class Tool:
+    """The node as this run of the tool sees it."""
+
+    def __init__(self, paths: Paths, node: NodeConfig, host: Host, by: str) -> None:
+        self.paths = paths
+        self.node = node
+        self.host = host
+        self.by = by
+        self.membership = Membership(paths, node, host, by)
+        self.reasons = self.membership.reasons
+        self.proc = Proc(paths.proc)
+
+    def engine(self, index: int) -> Engine:
+        """The replica's server, asked with the engine's own key."""
+        return Engine("127.0.0.1", self.node.replica(index).port, load_engine_key(self.paths))
+
+    def unit_state(self, index: int) -> UnitState:
+        properties = "LoadState,ActiveState,SubState,Result,MainPID"
+        return parse_unit_state(
+            self.host.run(["systemctl", "show", f"--property={properties}", self.node.replica(index).unit]).stdout
+        )
+
+    def release(self, index: int) -> Release:
+        """The release that `current` points at, checked. Raises ConfigError."""
+        replica = self.node.replica(index)
+        identity = linked_release(self.paths, index, "current")
+        if identity is None:
+            raise ConfigError(f"replica {index} has no release: run `gpu-node switch {index} RELEASE`")
+        return release_for(self.paths, replica, identity)
+
+    def wait_idle(self, index: int, timeout_s: float) -> drain.Sample | None:
+        """Wait for the replica's running requests; None, or what still ran after timeout_s."""
+        replica = self.node.replica(index)
+        # The metrics are open, so a damaged key file does not stop a drain.
+        engine = Engine("127.0.0.1", replica.port, None)
+        prefix = f"replica {index}: "
+        return drain.wait_idle(lambda: drain.look(replica, engine, self.proc), self.host, prefix, timeout_s)

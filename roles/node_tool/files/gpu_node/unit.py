@@ -1,0 +1,243 @@
+"""The steps of a replica's systemd unit, and the gate that a replica passes before it is in the balancer."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NoReturn, TypeVar
+
+from gpu_node import drain, journal
+from gpu_node.config import Release, ReplicaConfig
+from gpu_node.errors import EngineError, GateError, ToolError
+from gpu_node.host import Host
+from gpu_node.membership import Applied
+from gpu_node.proc import LISTEN, Process
+from gpu_node.tool import Tool
+
+T = TypeVar("T")
+
+POLL_EVERY_S = 1.0
+REPORT_EVERY_S = 10
+LAST_LINES = 20
+GATE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Container:
+    """A running container: its first process, its monitor, its image."""
+
+    payload: Process
+    monitor: Process
+    image_id: str
+
+
+def runs_command(arguments: list[str], command: tuple[str, ...]) -> bool:
+    """Whether the process's arguments are the command. An interpreter (#! line) or an init may stand before it."""
+    own = arguments[-len(command) :]
+    return (
+        len(own) == len(command)
+        and PurePath(own[0]).name == PurePath(command[0]).name
+        and tuple(own[1:]) == command[1:]
+    )
+
+
+def stop_without_configuration(host: Host, index: int, *, remove: bool) -> None:
+    """Stop or remove the replica's container although the node's configuration cannot be read."""
+    name = f"vllm-replica-{index}"
+    host.run(["podman", "rm", "-f", "-t", "0", "--ignore", name] if remove else ["podman", "stop", "--ignore", name])
+
+
+class UnitSteps:
+    """The steps for one replica. Each raises a ToolError that says why it failed."""
+
+    def __init__(self, tool: Tool, index: int) -> None:
+        self._tool = tool
+        self._host = tool.host
+        self._proc = tool.proc
+        self._replica: ReplicaConfig = tool.node.replica(index)
+        self._prefix = journal.own_line(index)
+
+    def _say(self, text: str) -> None:
+        self._host.say(f"{self._prefix}{text}")
+
+    # -- before the start ---------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Refuse a start that cannot come out well: release, leftovers, port."""
+        replica, tool = self._replica, self._tool
+        release = tool.release(replica.index)
+        if self._host.run(["podman", "container", "exists", replica.container]).returncode == 0:
+            self._say(f"removing the stale container {replica.container}")
+            done = self._host.run(["podman", "rm", "-f", "-t", "0", replica.container], timeout_s=120)
+            if done.returncode:
+                raise GateError(f"{self._prefix}the stale container {replica.container} stays: {done.message}")
+        ours = self._proc.ancestors(os.getpid())
+        if leftover := sorted(self._proc.in_unit(replica.unit) - ours):
+            raise GateError(
+                f"{self._prefix}{self._proc.describe(leftover[0])} is left of an earlier run in {replica.unit}:"
+                " it may hold memory or GPUs; end it"
+            )
+        for socket in self._proc.listeners(replica.port):
+            holders = [self._proc.describe(pid) for pid in self._proc.owners(socket.inode)] or ["an unknown process"]
+            raise GateError(
+                f"{self._prefix}port {replica.port} is held by {', '.join(holders)}:"
+                " stop it, or give the replica another port"
+            )
+        self._say(f"starting release {release.id} ({release.model}, image {release.image_id[:12]})")
+
+    def run(self) -> NoReturn:
+        """Become `podman run`: no shell is between release.json and the engine's arguments."""
+        replica = self._replica
+        release = self._tool.release(replica.index)
+        self._host.become([
+            "podman", "run", "-d", "--replace", "--rm", "--cgroups=split", "--sdnotify=conmon", "--pull=never",
+            "--name", replica.container, *release.podman_args, release.image_id, *release.command,
+        ])  # fmt: skip
+
+    # -- the ready gate -----------------------------------------------------------------------------------------------
+
+    def container(self) -> Container | None:
+        """The replica's running container."""
+        done = self._host.run(["podman", "container", "inspect", self._replica.container])
+        try:
+            found = json.loads(done.stdout)[0]
+            payload = self._proc.process(int(found["State"]["Pid"]))
+            monitor = self._proc.process(int(found["State"]["ConmonPid"]))
+            image_id = str(found["Image"]).removeprefix("sha256:")
+        except (ValueError, LookupError, TypeError):
+            return None
+        return Container(payload, monitor, image_id) if payload and monitor else None
+
+    def ready(self) -> None:
+        """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile."""
+        limit = self._tool.node.start_timeout_s
+        started, since = self._host.clock(), self._host.wall_clock()
+        report = REPORT_EVERY_S
+        container = self.container()
+        engine = self._tool.engine(self._replica.index)
+        while True:
+            elapsed = self._host.clock() - started
+            if not container or not self._proc.alive(container.payload) or not self._proc.alive(container.monitor):
+                raise self._failed(f"the engine's container ended {elapsed:.0f} s after its start", since)
+            if engine.healthy(timeout_s=2):
+                break
+            if elapsed >= limit:
+                raise self._failed(f"not ready after {limit} s (start_timeout_s)", since)
+            if elapsed >= report:
+                last = self._engine_lines(since, 1) or ["the engine said nothing yet"]
+                self._say(f"loading, {elapsed:.0f} s: {last[0][:300]}")
+                report += REPORT_EVERY_S
+            self._host.sleep(POLL_EVERY_S)
+        try:
+            self.verify(timeout_s=max(limit - (self._host.clock() - started), 10))
+        except (EngineError, GateError) as error:
+            raise self._failed(str(error).removeprefix(self._prefix), since) from None
+        self._say(f"ready after {self._host.clock() - started:.0f} s")
+        self._go_on(lambda: self._tool.membership.let_in(self._replica.index, "unit", "prober"))
+
+    def _engine_lines(self, since: float, count: int) -> list[str]:
+        return journal.engine_lines(
+            journal.read_unit(self._host, self._replica.unit, since), self._replica.index, count
+        )
+
+    def _failed(self, why: str, since: float) -> GateError:
+        """The error, after the engine's last lines."""
+        lines = self._engine_lines(since, LAST_LINES)
+        for line in lines:
+            self._say(f"engine: {line}")
+        last = f"; the engine's last line: {lines[-1][:300]}" if lines else ""
+        return GateError(f"{self._prefix}{why}{last}")
+
+    def verify(self, timeout_s: float) -> None:
+        """The gate: what answers on the port is this release's container, it listens on loopback only, it generates.
+
+        Raises GateError or EngineError.
+        """
+        replica, proc = self._replica, self._proc
+        release = self._tool.release(replica.index)
+        container = self.container()
+        if container is None:
+            raise GateError(f"{self._prefix}container {replica.container} does not run")
+        family = proc.in_unit(replica.unit) | proc.descendants(container.payload.pid)
+        self._verify_listener(family)
+        self._verify_container(container, release)
+        engine = self._tool.engine(replica.index)
+        names = engine.models(timeout_s=10)
+        if release.served_model_name not in names:
+            raise GateError(f"{self._prefix}the engine serves {', '.join(names)}, not {release.served_model_name}")
+        engine.complete(release.served_model_name, GATE_TOKENS, timeout_s)
+        self._verify_loopback(family | proc.descendants(container.payload.pid))
+
+    def _verify_listener(self, family: set[int]) -> None:
+        port = self._replica.port
+        holders = {pid for socket in self._proc.listeners(port) for pid in self._proc.owners(socket.inode)}
+        if not holders:
+            raise GateError(f"{self._prefix}nothing listens on port {port}")
+        if foreign := sorted(holders - family):
+            raise GateError(
+                f"{self._prefix}port {port} is answered by {self._proc.describe(foreign[0])}, which is not in"
+                f" {self._replica.unit}: stop it"
+            )
+
+    def _verify_container(self, container: Container, release: Release) -> None:
+        if container.image_id != release.image_id:
+            raise GateError(
+                f"{self._prefix}the container runs image {container.image_id[:12]},"
+                f" release {release.id} wants {release.image_id[:12]}"
+            )
+        arguments = self._proc.arguments(container.payload.pid)
+        if not runs_command(arguments, release.command):
+            raise GateError(
+                f"{self._prefix}the engine was started as {' '.join(arguments)!r},"
+                f" release {release.id} wants {' '.join(release.command)!r}"
+            )
+
+    def _verify_loopback(self, family: set[int]) -> None:
+        listening = {s.inode: s for s in self._proc.sockets() if s.state == LISTEN and not s.loopback}
+        for pid in sorted(family):
+            for inode in sorted(self._proc.inodes(pid) & listening.keys()):
+                socket = listening[inode]
+                raise GateError(
+                    f"{self._prefix}{self._proc.describe(pid)} listens on {socket.local}:{socket.local_port},"
+                    " reachable from outside: a replica may listen on loopback only"
+                )
+
+    # -- the stop -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, change: Callable[[], T]) -> T | None:
+        """Do a change of membership; when it fails, say so and go on: a broken nginx must not stop a unit."""
+        try:
+            return change()
+        except ToolError as error:
+            self._host.warn(f"{self._prefix}{error}")
+            return None
+
+    def _take_out(self) -> Applied | None:
+        return self._go_on(
+            lambda: self._tool.membership.take_out(self._replica.index, "unit", self._tool.by)
+        )
+
+    def stop(self) -> None:
+        """Out of the balancer, wait for the running requests, stop the container. Works during a shutdown as well."""
+        replica, node = self._replica, self._tool.node
+        if applied := self._take_out():
+            self._go_on(lambda: drain.prove_out(self._tool.membership, self._host, applied))
+        if left := self._tool.wait_idle(replica.index, node.drain_timeout_s):
+            self._say(f"stopping although not drained after {node.drain_timeout_s} s: {left}")
+        grace = node.shutdown_timeout_s + 15
+        done = self._host.run(
+            ["podman", "stop", "--ignore", "-t", str(grace), replica.container], timeout_s=grace + 30
+        )
+        if done.returncode:
+            # The clean-up that follows ends it in any case.
+            self._host.warn(f"{self._prefix}podman stop: {done.message}")
+
+    def cleanup(self) -> None:
+        """After every end of the unit, whatever its cause: out of the balancer, nothing left under the name."""
+        self._take_out()
+        done = self._host.run(
+            ["podman", "rm", "-f", "-t", "0", "--ignore", self._replica.container], timeout_s=120
+        )
+        if done.returncode:
+            self._host.warn(f"{self._prefix}podman rm: {done.message}")
