@@ -1,0 +1,67 @@
+# Copyright: the gpu_node authors
+# MIT License (see LICENSE)
+"""Manifests: what an artifact consists of, byte for byte, and digests of plans and releases."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+SHORT = 12
+
+
+class ManifestError(ValueError):
+    """A manifest that is not one."""
+
+
+def canonical(value: Any) -> str:
+    """Return the one JSON text of a value, so that equal values have equal digests."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 (64 hex digits) of a value's canonical JSON."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def build_manifest(name: str, source: dict[str, Any], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest of an artifact.
+
+    :param name: the artifact's name.
+    :param source: where it came from: ``type``, and what tells one revision from another.
+    :param files: relative path to ``{"size": bytes, "sha256": 64 hex digits}``.
+
+    The digest covers the files alone: the same bytes from another source are the same artifact.
+    """
+    ordered = {path: files[path] for path in sorted(files)}
+    return {"schema": 1, "name": name, "source": source, "files": ordered, "digest": digest(ordered)}
+
+
+def parse_manifest(text: str) -> dict[str, Any]:
+    """Read a manifest's text.
+
+    :raises ManifestError: when it is not JSON, lacks a part, or its digest is not that of its files.
+    """
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise ManifestError(f"the manifest is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise ManifestError("the manifest has no mapping 'files'")
+    if manifest.get("digest") != digest(manifest["files"]):
+        raise ManifestError("the manifest's digest is not that of its list of files")
+    return manifest
+
+
+def compare_files(wanted: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a sentence for every file that is missing, surplus, or of another size or content."""
+    problems = [f"{path} is missing" for path in sorted(set(wanted) - set(found))]
+    problems += [f"{path} does not belong to it" for path in sorted(set(found) - set(wanted))]
+    for path in sorted(set(wanted) & set(found)):
+        want, have = wanted[path], found[path]
+        if want["size"] != have["size"]:
+            problems.append(f"{path} has {have['size']} bytes, not {want['size']}")
+        elif want["sha256"] != have["sha256"]:
+            problems.append(f"{path} has SHA-256 {have['sha256']}, not {want['sha256']}")
+    return problems
