@@ -11,6 +11,8 @@ export PYTHON
 TESTHOST := $(PYTHON) tests/host/testhost.py
 # tools that start other tools (molecule, ansible-lint) find them on PATH
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# borders around a playbook's output wrap its lines
+export MOLECULE_COMMAND_BORDERS := false
 
 # $(call step,what it does,command): says what runs and how long it took; the command's exit status is the step's
 define step

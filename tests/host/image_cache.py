@@ -34,25 +34,28 @@ def on_node() -> str:
     return f"{MOUNT}/{archive().name}" if archive().exists() else ""
 
 
-def save(container: str) -> Path:
-    """Take the image out of a node that built it; an interrupted save leaves nothing behind that looks whole."""
+def save(container: str) -> str:
+    """Take the image out of a node that built it, and say what was done.
+
+    An interrupted save leaves nothing behind that looks whole.
+    """
     path = archive()
     if path.exists():
-        return path
+        return f"{path.name} is there"
     CACHE.mkdir(parents=True, exist_ok=True)
     for outdated in CACHE.glob("vllm-cpu-*"):
         outdated.unlink()
     listing = [client(), "exec", container, "podman", "image", "ls", "--filter", f"reference={IMAGE}"]
     names = subprocess.run(
-        [*listing, "--format", "{{.Repository}}:{{.Tag}}"], check=True, capture_output=True, text=True
+        [*listing, "--format", "{{.Repository}}:{{.Tag}}"], check=False, capture_output=True, text=True
     ).stdout.split()
     if len(names) != 1:
-        raise SystemExit(f"image_cache: error: expected one image {IMAGE} on {container}, found {names or 'none'}")
+        return f"nothing to take from {container}: it has {len(names)} images of the name {IMAGE}"
     partial = path.with_suffix(".partial")
     with partial.open("wb") as out:
         subprocess.run([client(), "exec", container, "podman", "save", names[0]], check=True, stdout=out)
     os.replace(partial, path)
-    return path
+    return f"saved {names[0]} as {path.name}"
 
 
 if __name__ == "__main__":

@@ -506,7 +506,7 @@ def bootstrap_argv(machine: Machine, overlay: Path) -> list[str]:
         'touch "$1"/etc/machine-id',
         f'for unit in {masks}; do ln -sf /dev/null "$unit"; done',
         'chroot "$1" systemctl set-default multi-user.target',
-        'mkdir -m 0700 -p "$1/root/.ssh"',
+        f'mkdir -m 0700 -p "$1/root/.ssh" && mkdir -p "$1{WHEELS_DIR}"',
     )
     argv = ["mmdebstrap", "--variant=minbase", "--format=tar", f"--include={','.join(NODE_PACKAGES)}"]
     argv += [f"--aptopt={line}" for line in machine.apt_conf]
@@ -781,19 +781,21 @@ def remove_cgroups(container_id: str) -> None:
                 os.rmdir(folder)
 
 
-def remove_node(name: str) -> None:
+def remove_node(name: str) -> bool:
+    """Whether there was anything to remove."""
     container_id = run([client(), "container", "inspect", "--format", "{{.Id}}", name]).stdout.strip()
     if container_id:
         docker("rm", "-f", "-v", name)
         remove_cgroups(container_id)
-    if run([client(), "volume", "inspect", f"{name}-containers"]).returncode == 0:
+    volume = run([client(), "volume", "inspect", f"{name}-containers"]).returncode == 0
+    if volume:
         docker("volume", "rm", f"{name}-containers")
+    return bool(container_id) or volume
 
 
 def down(name: str) -> None:
     ensure_docker()
-    remove_node(name)
-    say(f"node {name} is gone")
+    say(f"node {name} removed" if remove_node(name) else f"there is no node {name}")
 
 
 def purge() -> None:
