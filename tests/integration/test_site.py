@@ -1,0 +1,54 @@
+"""site.yml on a node that serves, from the checkout and from the installed collection."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nodes import Node, Play, parse_recap
+from testhost import ROOT
+
+BIN = Path(sys.executable).parent
+
+
+def test_the_second_run_changes_nothing_within_a_minute(served: Node) -> None:
+    start = time.monotonic()
+    play = served.converge()
+    elapsed = time.monotonic() - start
+    assert play.changed == 0, play.tail(80)
+    assert elapsed < 60
+
+
+def test_check_mode_is_clean_on_a_serving_node(served: Node) -> None:
+    play = served.converge("--check", "--diff")
+    assert play.changed == 0, play.tail(80)
+
+
+def test_the_installed_collection_does_the_same_job(served: Node, tmp_path: Path) -> None:
+    """Built, installed elsewhere and called by its name, with nothing of the checkout in reach but the inventory."""
+    galaxy = [str(BIN / "ansible-galaxy"), "collection"]
+    build = [*galaxy, "build", str(ROOT), "--output-path", str(tmp_path)]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    (archive,) = tmp_path.glob("serving-gpu_node-*.tar.gz")
+    installed = tmp_path / "collections"
+    install = [*galaxy, "install", str(archive), "--no-deps", "--offline", "-p", str(installed)]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+
+    (tmp_path / "ansible.cfg").write_text(f"[defaults]\ncollections_path = {installed}\ninject_facts_as_vars = False\n")
+    inventories = ["-i", str(ROOT / "inventories" / "demo"), "-i", str(served.inventory)]
+    done = subprocess.run(
+        [str(BIN / "ansible-playbook"), "serving.gpu_node.site", *inventories, "-l", "gpu-node", "--check", "--diff"],
+        cwd=tmp_path,
+        env={**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    play = Play(done.returncode, done.stdout + done.stderr, parse_recap(done.stdout))
+    assert play.rc == 0, play.tail(80)
+    assert play.changed == 0, play.tail(80)
