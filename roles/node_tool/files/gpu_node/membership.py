@@ -69,15 +69,18 @@ class Membership:
         out = {replica.index for replica in self._node.replicas if self.reasons.of(replica.index)}
         return nginx.render_members(self._node.replicas, out, secrets, generation), secrets
 
-    def _write(self) -> tuple[bool, int, dict[Path, str | None]]:
-        """Bring the files up to date; whether they changed, their generation, and what they held before."""
+    def _write(self, anew: bool = False) -> tuple[bool, int, dict[Path, str | None]]:
+        """Bring the files up to date; whether they changed, their generation, and what they held before.
+
+        anew: write the next generation even when all else is as it was.
+        """
         folder = self._paths.members_conf.parent
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         before = {path: files.read_text(path) for path in (self._paths.secrets_conf, self._paths.members_conf)}
         generation = nginx.parse_generation(before[self._paths.members_conf] or "") or 0
         members, secrets = self._wanted(generation)
-        if before == {self._paths.secrets_conf: secrets, self._paths.members_conf: members}:
+        if not anew and before == {self._paths.secrets_conf: secrets, self._paths.members_conf: members}:
             return False, generation, before
         # Above what nginx serves too, in case the file was lost.
         generation = max(generation, self.served_generation() or 0) + 1
@@ -92,14 +95,18 @@ class Membership:
             changed, generation, _ = self._write()
             return Applied(changed, generation, self._nginx() is not None)
 
-    def apply(self) -> Applied:
-        """Make nginx serve the current membership. Raises BalancerError; the former files are back in place then."""
-        with self.locked():
-            return self._apply()
+    def apply(self, anew: bool = False) -> Applied:
+        """Make nginx serve the current membership. Raises BalancerError; the former files are back in place then.
 
-    def _apply(self) -> Applied:
-        changed, generation, before = self._write()
+        anew: reload in any case, as nginx.conf itself may have changed.
+        """
+        with self.locked():
+            return self._apply(anew)
+
+    def _apply(self, anew: bool = False) -> Applied:
         master = self._nginx()
+        # A new generation is the proof of a reload; without nginx there is nothing to prove.
+        changed, generation, before = self._write(anew and master is not None)
         # A run killed between the files and the reload left nginx on an older generation: the answer shows it.
         if master is None or (not changed and self.served_generation() == generation):
             return Applied(changed, generation, master is not None)

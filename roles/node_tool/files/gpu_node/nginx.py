@@ -40,7 +40,7 @@ def render_secrets(clients: Sequence[Client], engine_key: str) -> str:
 
 
 def render_members(replicas: Sequence[ReplicaConfig], out: Collection[int], secrets: str, generation: int) -> str:
-    """members.conf: the upstreams, the replicas in `out` marked down, and the generation.
+    """members.conf: the upstreams, the replicas in `out` marked down, how many are in, and the generation.
 
     It also carries a digest of secrets.conf: other secrets are another generation, and their takeover is provable.
     """
@@ -48,11 +48,13 @@ def render_members(replicas: Sequence[ReplicaConfig], out: Collection[int], secr
         f"    server 127.0.0.1:{replica.port} max_fails=0{' down' if replica.index in out else ''};\n"
         for replica in replicas
     )
+    members = sum(replica.index not in out for replica in replicas)
     keepalive = "    keepalive 64;\n    keepalive_timeout 60s;\n"
     return (
         f"{HEAD}# secrets.conf: {hashlib.sha256(secrets.encode()).hexdigest()[:16]}\n"
         f"upstream gpu_node_least {{\n    least_conn;\n{servers}{keepalive}}}\n"
         f"upstream gpu_node_hash {{\n    hash $gpu_node_affinity consistent;\n{servers}{keepalive}}}\n"
+        f'map $server_port $gpu_node_members {{\n    default "{members}";\n}}\n'
         f'map $server_port $gpu_node_generation {{\n    default "{generation}";\n}}\n'
     )
 

@@ -6,9 +6,11 @@ from gpu_node.config import linked_release, load_release
 from gpu_node.errors import ConfigError
 from gpu_node.tool import Tool
 
-COLUMNS = (
-    "replica", "unit", "port", "cpus", "memory_node", "model", "release", "previous", "state", "out_reasons",
-)  # fmt: skip
+# The keys of a row and their headings.
+COLUMNS = {
+    "index": "replica", "unit": "unit", "port": "port", "cpus": "cpus", "memory_node": "memory-node", "model": "model",
+    "release": "release", "previous": "previous", "state": "state", "out": "out-reasons",
+}  # fmt: skip
 
 
 def rows(tool: Tool) -> list[dict[str, Any]]:
@@ -42,7 +44,7 @@ def as_table(table: list[dict[str, Any]]) -> str:
     def cell(value: Any) -> str:
         return (",".join(value) if isinstance(value, list) else "" if value is None else str(value)) or "-"
 
-    lines = [[column.replace("_", "-") for column in COLUMNS]]
+    lines = [list(COLUMNS.values())]
     lines += [[cell(row[column]) for column in COLUMNS] for row in table]
     widths = [max(len(line[place]) for line in lines) for place in range(len(COLUMNS))]
     return "\n".join(

@@ -101,10 +101,6 @@ class Node(Protocol):
     def verify(self, index: int) -> None: ...
 
 
-def _unfinished(journal: Journal | None) -> bool:
-    return journal is not None and journal.outcome is None
-
-
 def _failed(journal: Journal, error: Exception) -> Journal:
     """Where a failed step leads: back to the release before, or, without one, to a replica that stays out."""
     text = f"{journal.error}; then: {error}" if journal.error else str(error)
@@ -205,19 +201,25 @@ STEPS: dict[str, Step] = FORWARD | {
     "give_up": _give_up,
 }
 
+# Nothing is left at these steps but to put a replica that serves into the balancer again.
+ONLY_LET_IN = ("in", "roll_back_in", "undo_drain")
+
 
 def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | None:
     """The journal to go on with; None when there is nothing to do."""
     for other in node.indexes():
         journal = node.journal(other)
         if other != index and journal is not None and journal.outcome is None:
+            if journal.step in ONLY_LET_IN:
+                _finish(node, other, journal)
+                continue
             raise RefusedError(
                 f"replica {other} is half-switched (step {journal.step}):"
                 f" finish it first with `gpu-node switch {other} {journal.target}`"
             )
     old = node.journal(index)
-    if old is not None and old.outcome is None and old.step in ("in", "roll_back_in") and old.target != target:
-        # It only has to be let in: what runs is proven, and is what a failure of the new switch goes back to.
+    if old is not None and old.outcome is None and old.step in ONLY_LET_IN and old.target != target:
+        # What runs is proven, and is what a failure of the new switch goes back to.
         old = _finish(node, index, old)
     if old is not None and old.outcome is None:
         if old.target == target:
@@ -225,8 +227,7 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
             return replace(old, force_drain=old.force_drain or force_drain)
         node.check_release(index, target)
         node.say(f"replica {index}: {target} takes the place of {old.target}, whose switch was at step {old.step}")
-        step = "drain" if old.step in ("drain", "undo_drain") else "stop"
-        return Journal(old.source, target, step, force_drain)
+        return Journal(old.source, target, "drain" if old.step == "drain" else "stop", force_drain)
     current = node.linked(index, "current")
     if current == target and node.active(index) and "rollout" not in node.reasons(index):
         return None
@@ -271,8 +272,8 @@ def switch(node: Node, index: int, target: str, force_drain: bool = False) -> Jo
 def way_back(node: Node, index: int) -> str:
     """The release that a roll-back goes to. Raises ConfigError when there is none."""
     journal = node.journal(index)
-    unfinished = journal if _unfinished(journal) else None
-    release = unfinished.source if unfinished else node.linked(index, "previous")
+    half_way = journal is not None and journal.outcome is None
+    release = journal.source if journal and half_way else node.linked(index, "previous")
     if release is None:
         raise ConfigError(f"replica {index} has no previous release to go back to")
     return release
