@@ -14,22 +14,7 @@ from typing import Any
 
 STATE = Path(__file__).resolve().parents[2] / ".demo"
 URL = "http://127.0.0.1:8080"
-SSH = [
-    "ssh",
-    "-i",
-    str(STATE / "id_ed25519"),
-    "-p",
-    "2222",
-    "-o",
-    "StrictHostKeyChecking=no",
-    "-o",
-    "UserKnownHostsFile=/dev/null",
-    "-o",
-    "LogLevel=ERROR",
-    "-o",
-    "BatchMode=yes",
-    "root@127.0.0.1",
-]
+SSH = ["ssh", "-F", str(STATE / "ssh_config"), "-p", "2222", "127.0.0.1"]
 QUESTION = "Say hello to the two replicas."
 
 

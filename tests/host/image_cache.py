@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from testhost import ROOT, STATE, client
 CACHE = STATE / "cache"
 # where test nodes find the folder, read-only
 MOUNT = "/srv/cache"
-IMAGE = "localhost/gpu-node/vllm-cpu"
+RELEASE = "/var/lib/gpu-node/replicas/0/current/release.json"
 
 
 def inputs() -> list[Path]:
@@ -45,17 +46,15 @@ def save(container: str) -> str:
     CACHE.mkdir(parents=True, exist_ok=True)
     for outdated in CACHE.glob("vllm-cpu-*"):
         outdated.unlink()
-    listing = [client(), "exec", container, "podman", "image", "ls", "--filter", f"reference={IMAGE}"]
-    names = subprocess.run(
-        [*listing, "--format", "{{.Repository}}:{{.Tag}}"], check=False, capture_output=True, text=True
-    ).stdout.split()
-    if len(names) != 1:
-        return f"nothing to take from {container}: it has {len(names)} images of the name {IMAGE}"
+    release = subprocess.run([client(), "exec", container, "cat", RELEASE], check=False, capture_output=True, text=True)
+    if release.returncode != 0:
+        return f"nothing to take from {container}: it has no release yet"
+    name = json.loads(release.stdout)["image"]["ref"]
     partial = path.with_suffix(".partial")
     with partial.open("wb") as out:
-        subprocess.run([client(), "exec", container, "podman", "save", names[0]], check=True, stdout=out)
+        subprocess.run([client(), "exec", container, "podman", "save", name], check=True, stdout=out)
     os.replace(partial, path)
-    return f"saved {names[0]} as {path.name}"
+    return f"saved {name} as {path.name}"
 
 
 if __name__ == "__main__":

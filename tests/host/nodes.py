@@ -19,11 +19,8 @@ import testhost
 from testhost import ROOT, STATE
 
 TESTHOST = [sys.executable, str(Path(testhost.__file__))]
+SSH_CONFIG = STATE / "ssh_config"
 ANSIBLE_PLAYBOOK = str(Path(sys.executable).parent / "ansible-playbook")
-SSH_OPTIONS = (
-    *("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"),
-    *("-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-)
 RECAP = re.compile(r"^(\S+)\s+: (ok=\d+(?:\s+\w+=\d+)*)\s*$", re.MULTILINE)
 # the one host of a test's inventory; the container behind it has another name per test
 HOST = "gpu-node"
@@ -136,9 +133,7 @@ class Node:
         hostvars = {
             "ansible_host": "127.0.0.1",
             "ansible_port": self.ssh_port,
-            "ansible_user": "root",
-            "ansible_ssh_private_key_file": str(STATE / "id_ed25519"),
-            "ansible_ssh_common_args": " ".join(SSH_OPTIONS),
+            "ansible_ssh_common_args": f"-F '{SSH_CONFIG}'",
         }
         self.inventory.write_text(json.dumps({"gpu_nodes": {"hosts": {HOST: hostvars}}}))
 
@@ -150,8 +145,7 @@ class Node:
         self.up()
 
     def ssh_argv(self, command: str) -> list[str]:
-        key = str(STATE / "id_ed25519")
-        return ["ssh", "-i", key, "-p", str(self.ssh_port), *SSH_OPTIONS, "root@127.0.0.1", command]
+        return ["ssh", "-F", str(SSH_CONFIG), "-p", str(self.ssh_port), "127.0.0.1", command]
 
     def run(self, command: str, *, timeout: float = 60, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -63,6 +63,19 @@ MASKED_UNITS = (
 )
 # Host keys belong to a node, not to the image.
 SSH_DROPIN = "[Service]\nExecStartPre=\nExecStartPre=/usr/bin/ssh-keygen -A\nExecStartPre=/usr/sbin/sshd -t\n"
+# A node's host key is as old as the node, and another node may have had its port before.
+SSH_CONFIG = """\
+Host *
+    User root
+    IdentityFile "{key}"
+    IdentitiesOnly yes
+    BatchMode yes
+    ConnectTimeout 10
+    StrictHostKeyChecking no
+    UserKnownHostsFile /dev/null
+    ControlPath /tmp/gpu-node-ssh-%C
+    LogLevel ERROR
+"""
 
 
 class HostError(Exception):
@@ -470,11 +483,12 @@ def ensure_state() -> None:
 
 
 def ensure_keys() -> None:
-    """The ssh key pair that nodes accept, and the demo client's key."""
+    """The ssh key pair that nodes accept, how to connect with it, and the demo client's key."""
     ensure_state()
     key = STATE / "id_ed25519"
     if not key.exists():
         checked(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "gpu-node-testhost", "-f", str(key)])
+    (STATE / "ssh_config").write_text(SSH_CONFIG.format(key=key))
     client_key = STATE / "client-key"
     if not client_key.exists():
         with os.fdopen(os.open(client_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -769,7 +783,7 @@ def up(name: str, ssh_port: int | None, publish: Sequence[str], volumes: Sequenc
         if fresh:
             raise HostError(f"node {name} booted {state}: {names} failed")
         say(f"node {name} is {state}: {names} failed")
-    where = f", ssh -i {STATE.name}/id_ed25519 -p {ssh_port} root@127.0.0.1" if ssh_port else ""
+    where = f": ssh -F {STATE.name}/ssh_config -p {ssh_port} 127.0.0.1" if ssh_port else ""
     say(f"node {name} is up{where}")
 
 
