@@ -79,6 +79,9 @@ SETTINGS: dict[str, Setting] = {
     "engine_args": Setting("mapping", "", "more vLLM arguments by their long names, laid over the profile's"),
 }
 
+# What an operator calls a value's type. Ansible hands in subclasses of its own, whose names say nothing to anyone.
+_TYPE_WORDS = ((bool, "a boolean"), (int, "a whole number"), (float, "a fraction"), (str, "text"), (dict, "a mapping"), (list, "a list"))
+
 _BY_ENVIRONMENT = {setting.environment: name for name, setting in SETTINGS.items() if setting.environment}
 
 
@@ -94,19 +97,26 @@ def _nearest(name: str) -> str:
     return known[match[0]]
 
 
+def type_word(value: Any) -> str:
+    """Return what an operator calls the type of a value."""
+    if value is None or value == "":
+        return "empty"
+    return next((word for kind, word in _TYPE_WORDS if isinstance(value, kind)), "neither text nor number")
+
+
 def _type_problem(name: str, setting: Setting, value: Any) -> str:
     """Return a sentence that says why ``value`` cannot be ``name``, or an empty string."""
     shown = f"{name}: {value!r}"
     if setting.kind == "int":
         if isinstance(value, bool) or not isinstance(value, int):
-            return f"{shown} is {type(value).__name__}, a whole number of {setting.unit} is needed; write {name}: 8"
+            return f"{shown} is {type_word(value)}, a whole number of {setting.unit} is needed; write {name}: 8"
         if not setting.minimum <= value <= setting.maximum:
             return f"{shown} is outside {setting.minimum} to {setting.maximum} {setting.unit}"
     elif setting.kind == "mapping":
         if not isinstance(value, dict):
-            return f"{shown} is {type(value).__name__}, a mapping is needed"
+            return f"{shown} is {type_word(value)}, a mapping is needed; write {name}: {{}} for none"
     elif not isinstance(value, str) or not value:
-        return f"{shown} is {type(value).__name__}, a text is needed; put it in quotes"
+        return f"{shown} is {type_word(value)}, a text is needed; put it in quotes"
     elif setting.choices and value not in setting.choices:
         return f"{shown} is not one of {', '.join(setting.choices)}"
     elif setting.kind == "podman_size" and not _PODMAN_SIZE.fullmatch(value):
