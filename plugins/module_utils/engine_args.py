@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9.-]*")
 # The plan decides these; an override would make the plan say something else than what runs.
 OWNED = {
     "host": "replicas listen on loopback only; see balancer_address",
@@ -28,11 +31,33 @@ def normalise(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value has one JSON text: a date, for example, which YAML makes of 2030-01-01, has none."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(_is_plain(inner) for inner in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (str, int))
+
+
 def check_engine_args(args: dict[str, Any]) -> list[str]:
     """Return a sentence for every argument that an operator may not give, or not in this form."""
     problems = []
+    given: dict[str, Any] = {}
     for key, value in args.items():
         name = normalise(str(key))
+        if not _NAME.fullmatch(name):
+            problems.append(f"engine_args: '{key}' is no name of an argument; write one like max-logprobs")
+        if name in given:
+            problems.append(f"engine_args: '{key}' and '{given[name]}' are the same argument; give one of them")
+        given[name] = key
+        if not _is_plain(value):
+            problems.append(
+                f"engine_args: the value of '{key}' holds something that JSON has not: {value!r}; "
+                "give text (in quotes), numbers, booleans, lists and mappings with text keys"
+            )
         if name in OWNED:
             problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[name]}")
         # Someone's shell quoting, kept literally, would reach the engine inside the value (and be ignored by it).
