@@ -58,7 +58,7 @@ def parse_meminfo_total(text: str) -> int:
 
     :raises TopologyError: when there is no such line.
     """
-    match = re.search(r"\bMemTotal:\s+([0-9]+) kB", text)
+    match = re.search(r"\bMemTotal:\s+([0-9]{1,15}) kB", text)
     if match is None:
         raise TopologyError("no 'MemTotal: N kB' line in the meminfo text")
     return int(match[1]) * 1024
@@ -69,7 +69,7 @@ def parse_allowed_cpus(status: str) -> list[int]:
 
     :raises TopologyError: when there is no such line.
     """
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", status, re.MULTILINE)
+    match = re.search(r"^Cpus_allowed_list:[ \t]*(\S+)", status, re.MULTILINE)
     if match is None:
         raise TopologyError("no 'Cpus_allowed_list:' line in the process status text")
     return parse_cpu_list(match[1])
@@ -96,5 +96,5 @@ def is_nvidia_gpu(vendor: str, device_class: str) -> bool:
 
 def parse_numa_node(text: str) -> int | None:
     """Return a device's NUMA node, or None when the platform does not tell (``-1``, as in most virtual machines)."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,7})\s*", text)
     return int(match[1]) if match else None
