@@ -49,7 +49,11 @@ def parse_manifest(text: str) -> dict[str, Any]:
         raise ManifestError(f"the manifest is not JSON: {error}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ManifestError("the manifest has no mapping 'files'")
-    if manifest.get("digest") != digest(manifest["files"]):
+    try:
+        matches = manifest.get("digest") == digest(manifest["files"])
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"the manifest holds text that is no Unicode: {error}") from error
+    if not matches:
         raise ManifestError("the manifest's digest is not that of its list of files")
     return manifest
 

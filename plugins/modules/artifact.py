@@ -116,7 +116,7 @@ def hash_folder(folder: Path) -> dict[str, dict[str, Any]]:
 def verify(folder: Path) -> list[str]:
     """Return what is wrong with an artifact's folder; an empty list means complete, every byte hashed."""
     try:
-        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return [f"{folder} has no {MANIFEST}"]
     except ManifestError as error:
