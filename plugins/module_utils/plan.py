@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from typing import Any
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import check_engine_args, engine_args
@@ -22,6 +23,8 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
 
+# The id of the one "NUMA node" of a machine whose kernel tells of none: nothing is pinned to it.
+NO_NUMA = -1
 STATE = "/var/lib/gpu-node"
 CONFIG = "/etc/gpu-node"
 AUTO = "auto"
@@ -29,8 +32,12 @@ MODEL_PATH = "/model"
 ENGINE_CONFIG_PATH = "/etc/vllm/engine.yaml"
 # The engine closes an idle connection after this long; the balancer does so earlier, or a request meets a closing one.
 ENGINE_KEEPALIVE_SECONDS = 90
+# The engine's own deadline for its start. The node's (start_timeout) decides, and must not be part of a release, or changing
+# it would restart every replica.
+ENGINE_READY_SECONDS = 7 * 86400
 RESTART_DELAY_SECONDS = 10
 START_BURST = 3
+_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 class PlanError(ValueError):
@@ -39,6 +46,10 @@ class PlanError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(f"- {problem}" for problem in problems))
         self.problems = problems
+
+
+def _node_name(number: int) -> str:
+    return "this machine" if number == NO_NUMA else f"NUMA node {number}"
 
 
 def share_cpus(nodes: list[dict[str, Any]], replicas: int, per_replica: int) -> list[dict[str, Any]]:
@@ -72,7 +83,7 @@ def share_cpus(nodes: list[dict[str, Any]], replicas: int, per_replica: int) -> 
         if width * count > len(node["cpus"]):
             raise PlanError(
                 [
-                    f"cpus_per_replica: {per_replica} for {count} replicas on NUMA node {node['id']} needs "
+                    f"cpus_per_replica: {per_replica} for {count} replicas on {_node_name(node['id'])} needs "
                     f"{width * count} CPUs, and it has {len(node['cpus'])}; lower cpus_per_replica or replicas"
                 ]
             )
@@ -91,18 +102,19 @@ def check_memory(nodes: list[dict[str, Any]], placed: list[dict[str, Any]], cap:
         need, have = count * podman_bytes(cap), node["memory_bytes"]
         if need > have:
             problems.append(
-                f"container_memory: {cap} for {count} replicas is {need / 2**30:.1f} GiB, and NUMA node {node['id']} "
+                f"container_memory: {cap} for {count} replicas is {need / 2**30:.1f} GiB, and {_node_name(node['id'])} "
                 f"has {have / 2**30:.1f} GiB; lower container_memory or replicas"
             )
     return problems
 
 
-def check_ports(plan: dict[str, Any], listeners: list[dict[str, Any]]) -> list[str]:
+def check_ports(settings: dict[str, Any], listeners: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for every wanted port that something else listens on, and for ports wanted twice."""
-    balancer = plan["balancer"]
-    wanted = {replica["port"]: (f"replica {replica['index']}", replica["unit"]) for replica in plan["replicas"]}
+    seats = [_seat(index, settings) for index in range(settings["replicas"])]
+    wanted = {seat["port"]: (f"replica {seat['index']}", seat["unit"]) for seat in seats}
     problems = []
-    for port, user in ((balancer["port"], "balancer_port"), (balancer["status_port"], "balancer_status_port")):
+    for user in ("balancer_port", "balancer_status_port"):
+        port = settings[user]
         if port in wanted:
             problems.append(f"{user}: {port} is also the port of {wanted[port][0]}; choose another")
         wanted[port] = (f"the balancer ({user})", "nginx.service")
@@ -175,29 +187,34 @@ def _environment(replica: dict[str, Any], settings: dict[str, Any], fixed: dict[
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEPALIVE_SECONDS),
-        # The node's own deadline decides; the engine's would end a slow first load before it.
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(settings["start_timeout"]),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(ENGINE_READY_SECONDS),
         "OMP_NUM_THREADS": str(replica["cpu_count"]),
     }
     return {**recipe, **common, **loopback, **caches, **fixed}
 
 
-def _replica(index: int, place: dict[str, Any], profile: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    port = settings["first_port"] + index
-    replica: dict[str, Any] = {
+def _seat(index: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a replica is called and where it listens, which its number alone decides."""
+    return {
         "index": index,
         "unit": f"vllm-replica@{index}.service",
         "container": f"vllm-replica-{index}",
-        "port": port,
+        "port": settings["first_port"] + index,
+    }
+
+
+def _replica(index: int, place: dict[str, Any], profile: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    replica: dict[str, Any] = {
+        **_seat(index, settings),
         "cpus": format_cpu_list(place["cpus"]),
         "cpu_count": len(place["cpus"]),
-        "memory_nodes": str(place["numa_node"]),
+        "memory_nodes": "" if place["numa_node"] == NO_NUMA else str(place["numa_node"]),
         "gpus": [],
         "model": {"name": profile["artifacts"]["model"]["name"], "digest": AUTO},
         "image": {"ref": AUTO, "id": AUTO},
         "release": AUTO,
     }
-    replica["engine_args"] = engine_args(settings, profile["engine_args"], MODEL_PATH, port)
+    replica["engine_args"] = engine_args(settings, profile["engine_args"], MODEL_PATH, replica["port"])
     replica["env"] = _environment(replica, settings, profile["environment"])
     return replica
 
@@ -220,13 +237,27 @@ def build_plan(
     try:
         settings = resolve_settings(profile["settings"], overrides)
     except SettingsError as error:
-        raise PlanError(error.problems) from error
+        # What does not depend on the wrong settings is checked all the same, so that one run names everything.
+        asked = {**profile["settings"], **overrides}
+        problems = list(error.problems)
+        if isinstance(asked.get("engine_args"), dict):
+            problems += check_engine_args(asked["engine_args"])
+        if isinstance(asked.get("balancer_address"), str):
+            problems += _check_balancer(asked, client_auth)
+        raise PlanError(problems) from error
     problems = check_engine_args(settings["engine_args"]) + _check_balancer(settings, client_auth)
-    nodes = topology["numa_nodes"]
-    placed = share_cpus(nodes, settings["replicas"], settings["cpus_per_replica"])
-    problems += check_memory(nodes, placed, settings["container_memory"])
+    whole = {"id": NO_NUMA, "cpus": topology["cpus"], "memory_bytes": topology["memory_bytes"]}
+    nodes = topology["numa_nodes"] or [whole]
+    try:
+        placed = share_cpus(nodes, settings["replicas"], settings["cpus_per_replica"])
+        problems += check_memory(nodes, placed, settings["container_memory"])
+    except PlanError as error:
+        problems += error.problems
+    problems += check_ports(settings, topology["listeners"])
+    if problems:
+        raise PlanError(problems)
     start_limit = START_BURST * (settings["start_timeout"] + RESTART_DELAY_SECONDS)
-    plan: dict[str, Any] = {
+    return {
         "schema": 1,
         "state": "intent",
         "profile": profile["name"],
@@ -255,10 +286,6 @@ def build_plan(
         "prober": {"interval": settings["prober_interval"], "stall": settings["prober_stall"]},
         "replicas": [_replica(index, place, profile, settings) for index, place in enumerate(placed)],
     }
-    problems += check_ports(plan, topology["listeners"])
-    if problems:
-        raise PlanError(problems)
-    return plan
 
 
 def release_of(plan: dict[str, Any], replica: dict[str, Any]) -> dict[str, Any]:
@@ -292,13 +319,26 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _yaml(value: Any) -> str:
+    """Return a value as YAML that loads back to it: JSON, but for the two places where YAML reads JSON otherwise."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_yaml(key)}: {_yaml(inner)}" for key, inner in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(inner) for inner in value) + "]"
+    text = canonical(value)
+    if isinstance(value, str):
+        # A control character is an error to YAML, and Unicode's line ends are folded to a space.
+        return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    # 1e-06 is a text to YAML 1.1; 1.0e-06 is a number.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
 def release_files(release: dict[str, Any]) -> dict[str, str]:
     """Return the texts of a release's files that the engine reads.
 
-    ``engine.yaml`` is written as JSON values, one argument a line: JSON is YAML, and nothing is left to a YAML writer's
-    taste in quoting.
+    ``engine.yaml`` has one argument a line, and nothing in it is left to a YAML writer's taste in quoting.
     """
-    arguments = "".join(f"{name}: {canonical(value)}\n" for name, value in sorted(release["engine_args"].items()))
+    arguments = "".join(f"{_yaml(name)}: {_yaml(value)}\n" for name, value in sorted(release["engine_args"].items()))
     environment = "".join(f"{name}={value}\n" for name, value in sorted(release["env"].items()))
     return {"engine.yaml": arguments, "engine.env": environment}
 
