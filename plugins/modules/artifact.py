@@ -122,7 +122,7 @@ def verify(folder: Path) -> list[str]:
     except ManifestError as error:
         return [f"{folder}: {error}"]
     problems = compare_files(manifest["files"], hash_folder(folder))
-    if not problems and not folder.name == manifest["digest"][:SHORT]:
+    if not problems and folder.name != manifest["digest"][:SHORT]:
         problems = [f"{folder} holds the artifact with digest {manifest['digest'][:SHORT]}"]
     return problems
 
@@ -176,9 +176,7 @@ def main() -> None:
     )
     name, seed = module.params["name"], module.params["source"]["seed"]
     files = model_files(seed)
-    wanted = {
-        path: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()
-    }
+    wanted = {path: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()}
     source = {"type": "generated", "generator": "tiny-deepseek-v3", "version": GENERATOR_VERSION, "seed": seed}
     manifest = build_manifest(name, source, wanted)
     folder = Path(module.params["path"]) / name / manifest["digest"][:SHORT]

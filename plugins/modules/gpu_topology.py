@@ -1,14 +1,14 @@
 #!/usr/bin/python
 # Copyright: the gpu_node authors
 # MIT License (see LICENSE)
-"""Read a node's CPUs, NUMA nodes, GPUs and listening sockets."""
+"""Read what a node has and what runs on it: CPUs, NUMA nodes, GPUs, listening sockets, releases."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 ---
 module: gpu_topology
-short_description: Read a node's CPUs, NUMA nodes, memory, GPUs and listening sockets
+short_description: Read a node's CPUs, NUMA nodes, memory, GPUs, listening sockets and releases
 version_added: "0.1.0"
 description:
   - Reads sysfs and procfs only, so it works on a bare node without a driver, and changes nothing.
@@ -55,8 +55,12 @@ topology:
       description: Listening TCP sockets, each with C(address), C(port), C(pid), C(command) and C(unit) (its systemd unit).
       type: list
       elements: dict
+    releases:
+      description: By replica number (as text) the C(release.json) that the replica points at now.
+      type: dict
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -143,6 +147,21 @@ def read_listeners(proc: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_releases(root: Path) -> dict[str, dict[str, Any]]:
+    """Read the release of every replica below ``root`` (``/var/lib/gpu-node/replicas``).
+
+    One that cannot be read counts as none (the replica is then given its release anew); the replica itself still counts.
+    """
+    releases: dict[str, dict[str, Any]] = {}
+    for folder in root.glob("[0-9]*"):
+        try:
+            release = json.loads(_read(folder / "current" / "release.json"))
+        except (OSError, ValueError):
+            release = {}
+        releases[folder.name] = release if isinstance(release, dict) else {}
+    return releases
+
+
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(argument_spec={}, supports_check_mode=True)
@@ -156,6 +175,7 @@ def main() -> None:
             "memory_bytes": memory,
             "gpus": read_gpus(Path("/sys/bus/pci/devices")),
             "listeners": read_listeners(Path("/proc")),
+            "releases": read_releases(Path("/var/lib/gpu-node/replicas")),
         }
     except (OSError, TopologyError) as error:
         module.fail_json(msg=f"the node's topology could not be read: {error}")
