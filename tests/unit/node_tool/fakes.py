@@ -244,7 +244,7 @@ class World(Host):
     # -- killing the tool -------------------------------------------------------------------------------------------
 
     def kill_after(self, effects: int | None) -> None:
-        """Raise Killed at the effect of that number (before an even one, after an odd one)."""
+        """Raise Killed right before the effect of that number, which is right after the one before it."""
         self._effects, self.kill_at = 0, effects
 
     def _tick(self) -> None:
@@ -258,9 +258,7 @@ class World(Host):
     def _counted(self, effect: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
             self._tick()
-            result = effect(*arguments)
-            self._tick()
-            return result
+            return effect(*arguments)
 
         return counted
 
@@ -279,9 +277,7 @@ class World(Host):
         self.commands.append(list(argv))
         self._tick()
         with self._other_process():
-            result = self._dispatch(list(argv))
-        self._tick()
-        return result
+            return self._dispatch(list(argv))
 
     def _dispatch(self, argv: list[str]) -> Result:
         if argv[0] == "nginx":
@@ -352,7 +348,8 @@ class World(Host):
             if self.units[index].running is None:
                 return Result(125, "[]", "no such container")
             state = {"Pid": 100 + index, "ConmonPid": 200 + index}
-            return Result(0, json.dumps([{"State": state, "Image": IMAGE_ID}]))
+            labels = {"gpu-node.release": self.units[index].running}
+            return Result(0, json.dumps([{"State": state, "Image": IMAGE_ID, "Config": {"Labels": labels}}]))
         assert argv[1] in ("stop", "rm")
         self.stale.discard(index)
         return Result(0)
@@ -371,7 +368,6 @@ class World(Host):
         self._tick()
         if not self.nginx_deaf:
             self.served = self.paths.members_conf.read_text()
-        self._tick()
 
     def get(self, port: int, path: str, timeout_s: float) -> tuple[int, str]:
         assert (port, path) == (STATUS_PORT, "/members")

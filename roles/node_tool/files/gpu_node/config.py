@@ -59,9 +59,7 @@ class Fields:
         return Fields(self._value.get(name), f"{self._where}: {name!r}")
 
     def objects(self, name: str) -> list["Fields"]:
-        return [
-            Fields(item, f"{self._where}: {name!r}[{place}]") for place, item in enumerate(self.take(name, list))
-        ]
+        return [Fields(item, f"{self._where}: {name!r}[{place}]") for place, item in enumerate(self.take(name, list))]
 
 
 def _shown(value: Any) -> str:

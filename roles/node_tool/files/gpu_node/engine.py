@@ -221,6 +221,10 @@ class Engine:
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.name}{path} broke its stream: {type(error).__name__}") from None
         return Completion(
-            model, "".join(texts), _usage(usage, "prompt_tokens"), _usage(usage, "completion_tokens"),
-            time.monotonic() - started, first,
+            model,
+            "".join(texts),
+            _usage(usage, "prompt_tokens"),
+            _usage(usage, "completion_tokens"),
+            time.monotonic() - started,
+            first,
         )

@@ -52,7 +52,11 @@ class Host:
         """Hand each line of a command that does not end by itself to on_line while the block runs."""
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
                 errors="replace",
             )
         except FileNotFoundError:

@@ -63,9 +63,7 @@ class LiveNode:
     def stop(self, index: int) -> None:
         node, host = self._tool.node, self._tool.host
         unit = node.replica(index).unit
-        done = host.run(
-            ["systemctl", "stop", unit], timeout_s=node.drain_timeout_s + node.shutdown_timeout_s + 180
-        )
+        done = host.run(["systemctl", "stop", unit], timeout_s=node.drain_timeout_s + node.shutdown_timeout_s + 180)
         state = self._tool.unit_state(index)
         if done.returncode or state.active not in ("inactive", "failed"):
             raise StepError(f"{unit} does not stop, it is {state.word}: {done.message}")

@@ -63,9 +63,7 @@ class Membership:
 
     def _wanted(self, generation: int) -> tuple[str, str]:
         """The texts of members.conf and secrets.conf."""
-        secrets = nginx.render_secrets(
-            load_clients(self._paths, self._node.listen), load_engine_key(self._paths)
-        )
+        secrets = nginx.render_secrets(load_clients(self._paths, self._node.listen), load_engine_key(self._paths))
         out = {replica.index for replica in self._node.replicas if self.reasons.of(replica.index)}
         return nginx.render_members(self._node.replicas, out, secrets, generation), secrets
 

@@ -41,6 +41,7 @@ def rows(tool: Tool) -> list[dict[str, Any]]:
 
 def as_table(table: list[dict[str, Any]]) -> str:
     """The rows as aligned text. `-`: not known, or none."""
+
     def cell(value: Any) -> str:
         return (",".join(value) if isinstance(value, list) else "" if value is None else str(value)) or "-"
 

@@ -132,6 +132,8 @@ def _stop(node: Node, index: int, journal: Journal) -> Journal:
 
 
 def _point(node: Node, index: int, journal: Journal) -> Journal:
+    # After a reboot between the steps the unit runs again, from the release that is about to be left.
+    node.stop(index)
     node.point(index, "current", journal.target)
     return replace(journal, step="start")
 
@@ -160,6 +162,7 @@ def _roll_back_stop(node: Node, index: int, journal: Journal) -> Journal:
 
 
 def _roll_back_point(node: Node, index: int, journal: Journal) -> Journal:
+    node.stop(index)
     node.point(index, "current", str(journal.source))
     return replace(journal, step="roll_back_start")
 

@@ -21,15 +21,17 @@ POLL_EVERY_S = 1.0
 REPORT_EVERY_S = 10
 LAST_LINES = 20
 GATE_TOKENS = 4
+RELEASE_LABEL = "gpu-node.release"
 
 
 @dataclass(frozen=True)
 class Container:
-    """A running container: its first process, its monitor, its image."""
+    """A running container: its first process, its monitor, its image, the release that it was started from."""
 
     payload: Process
     monitor: Process
     image_id: str
+    release: str
 
 
 def runs_command(arguments: list[str], command: tuple[str, ...]) -> bool:
@@ -92,7 +94,8 @@ class UnitSteps:
         release = self._tool.release(replica.index)
         self._host.become([
             "podman", "run", "-d", "--replace", "--rm", "--cgroups=split", "--sdnotify=conmon", "--pull=never",
-            "--name", replica.container, *release.podman_args, release.image_id, *release.command,
+            "--name", replica.container, "--label", f"{RELEASE_LABEL}={release.id}",
+            *release.podman_args, release.image_id, *release.command,
         ])  # fmt: skip
 
     # -- the ready gate -----------------------------------------------------------------------------------------------
@@ -105,9 +108,10 @@ class UnitSteps:
             payload = self._proc.process(int(found["State"]["Pid"]))
             monitor = self._proc.process(int(found["State"]["ConmonPid"]))
             image_id = str(found["Image"]).removeprefix("sha256:")
+            release = str((found["Config"]["Labels"] or {}).get(RELEASE_LABEL))
         except (ValueError, LookupError, TypeError):
             return None
-        return Container(payload, monitor, image_id) if payload and monitor else None
+        return Container(payload, monitor, image_id, release) if payload and monitor else None
 
     def ready(self) -> None:
         """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile."""
@@ -181,6 +185,11 @@ class UnitSteps:
             )
 
     def _verify_container(self, container: Container, release: Release) -> None:
+        if container.release != release.id:
+            raise GateError(
+                f"{self._prefix}the container was started from release {container.release}, `current` is {release.id}:"
+                f" run `gpu-node switch {self._replica.index} {release.id}`"
+            )
         if container.image_id != release.image_id:
             raise GateError(
                 f"{self._prefix}the container runs image {container.image_id[:12]},"
@@ -214,9 +223,7 @@ class UnitSteps:
             return None
 
     def _take_out(self) -> Applied | None:
-        return self._go_on(
-            lambda: self._tool.membership.take_out(self._replica.index, "unit", self._tool.by)
-        )
+        return self._go_on(lambda: self._tool.membership.take_out(self._replica.index, "unit", self._tool.by))
 
     def stop(self) -> None:
         """Out of the balancer, wait for the running requests, stop the container. Works during a shutdown as well."""
@@ -226,9 +233,7 @@ class UnitSteps:
         if left := self._tool.wait_idle(replica.index, node.drain_timeout_s):
             self._say(f"stopping although not drained after {node.drain_timeout_s} s: {left}")
         grace = node.shutdown_timeout_s + 15
-        done = self._host.run(
-            ["podman", "stop", "--ignore", "-t", str(grace), replica.container], timeout_s=grace + 30
-        )
+        done = self._host.run(["podman", "stop", "--ignore", "-t", str(grace), replica.container], timeout_s=grace + 30)
         if done.returncode:
             # The clean-up that follows ends it in any case.
             self._host.warn(f"{self._prefix}podman stop: {done.message}")
@@ -236,8 +241,6 @@ class UnitSteps:
     def cleanup(self) -> None:
         """After every end of the unit, whatever its cause: out of the balancer, nothing left under the name."""
         self._take_out()
-        done = self._host.run(
-            ["podman", "rm", "-f", "-t", "0", "--ignore", self._replica.container], timeout_s=120
-        )
+        done = self._host.run(["podman", "rm", "-f", "-t", "0", "--ignore", self._replica.container], timeout_s=120)
         if done.returncode:
             self._host.warn(f"{self._prefix}podman rm: {done.message}")
