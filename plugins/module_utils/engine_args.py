@@ -48,7 +48,7 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
     given: dict[str, Any] = {}
     for key, value in args.items():
         name = normalise(str(key))
-        if not _NAME.fullmatch(name):
+        if not isinstance(key, str) or not _NAME.fullmatch(name):
             problems.append(f"engine_args: '{key}' is no name of an argument; write one like max-logprobs")
         if name in given:
             problems.append(f"engine_args: '{key}' and '{given[name]}' are the same argument; give one of them")

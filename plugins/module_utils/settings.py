@@ -91,8 +91,10 @@ def podman_bytes(size: str) -> int:
 
 
 def _nearest(name: str) -> str:
-    # Known names are lower case and the recipe's upper case: compare without it, or MAX_NUM_SEQ is near nothing.
-    known = {key.lower(): key for key in (*SETTINGS, *_BY_ENVIRONMENT)}
+    # Known names are lower case and the recipe's upper case: compare without it, or MAX_NUM_SEQ is near nothing. Of a pair
+    # like max_num_seqs and MAX_NUM_SEQS the last one here stays, which is the one in the case that was asked in.
+    names = (*SETTINGS, *_BY_ENVIRONMENT) if name.isupper() else (*_BY_ENVIRONMENT, *SETTINGS)
+    known = {key.lower(): key for key in names}
     match = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
     return known[match[0]]
 
