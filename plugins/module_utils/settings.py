@@ -51,9 +51,7 @@ SETTINGS: dict[str, Setting] = {
     "max_num_seqs": Setting("int", "sequences", "sequences decoded at once", "MAX_NUM_SEQS", minimum=1, maximum=65536),
     "max_num_batched_tokens": Setting("int", "tokens", "prefill chunk", "MAX_BATCHED", minimum=16),
     "kv_cache_memory": Setting("vllm_size", "bytes (18G is 18 GiB, 18g is decimal)", "KV cache per device", "KV_MEM"),
-    "speculative_method": Setting(
-        "text", "", "how draft tokens are made", choices=("none", "ngram", "mtp", "dspark")
-    ),
+    "speculative_method": Setting("text", "", "how draft tokens are made", choices=("none", "ngram", "mtp", "dspark")),
     "speculative_tokens": Setting("int", "tokens", "draft tokens per step", "SPEC_K", minimum=1, maximum=64),
     "container_memory": Setting(
         "podman_size", "bytes (4g is 4 GiB)", "memory cap of each replica's container", "CONTAINER_MEM"
@@ -79,8 +77,8 @@ SETTINGS: dict[str, Setting] = {
     "engine_args": Setting("mapping", "", "more vLLM arguments by their long names, laid over the profile's"),
 }
 
-# What an operator calls a value's type. Ansible hands in subclasses of its own, whose names say nothing to anyone.
-_TYPE_WORDS = ((bool, "a boolean"), (int, "a whole number"), (float, "a fraction"), (str, "text"), (dict, "a mapping"), (list, "a list"))
+# The types by the names that argument specifications use: Ansible hands in subclasses whose own names say nothing.
+_TYPES = (bool, int, float, str, dict, list)
 
 _BY_ENVIRONMENT = {setting.environment: name for name, setting in SETTINGS.items() if setting.environment}
 
@@ -91,8 +89,8 @@ def podman_bytes(size: str) -> int:
 
 
 def _nearest(name: str) -> str:
-    # Known names are lower case and the recipe's upper case: compare without it, or MAX_NUM_SEQ is near nothing. Of a pair
-    # like max_num_seqs and MAX_NUM_SEQS the last one here stays, which is the one in the case that was asked in.
+    # Known names are lower case and the recipe's upper case: compare without it, or MAX_NUM_SEQ is near nothing. Of a
+    # pair like max_num_seqs and MAX_NUM_SEQS the last one here stays, which is the one in the case that was asked in.
     names = (*SETTINGS, *_BY_ENVIRONMENT) if name.isupper() else (*_BY_ENVIRONMENT, *SETTINGS)
     known = {key.lower(): key for key in names}
     match = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
@@ -100,10 +98,10 @@ def _nearest(name: str) -> str:
 
 
 def type_word(value: Any) -> str:
-    """Return what an operator calls the type of a value."""
+    """Return the name of a value's type, for people."""
     if value is None or value == "":
         return "empty"
-    return next((word for kind, word in _TYPE_WORDS if isinstance(value, kind)), "neither text nor number")
+    return next((kind.__name__ for kind in _TYPES if isinstance(value, kind)), "of another type")
 
 
 def _type_problem(name: str, setting: Setting, value: Any) -> str:
