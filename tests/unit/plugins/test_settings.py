@@ -1,0 +1,180 @@
+"""Overrides: every wrong one gets a sentence that says what is wrong and what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
+    SETTINGS,
+    SettingsError,
+    podman_bytes,
+    resolve_settings,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plugins.samples import cpu_profile
+
+DEFAULTS: dict[str, Any] = cpu_profile()["settings"]
+ENVIRONMENT = {item.environment: name for name, item in SETTINGS.items() if item.environment}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+class Text(str):
+    """Ansible hands in subclasses like this one."""
+
+
+class Number(int):
+    """Ansible hands in subclasses like this one."""
+
+
+def problems(overrides: dict[str, Any]) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        resolve_settings(DEFAULTS, overrides)
+    assert str(caught.value) == "; ".join(caught.value.problems)
+    return caught.value.problems
+
+
+def test_the_profile_has_a_good_value_for_every_setting() -> None:
+    assert set(DEFAULTS) == set(SETTINGS)
+    assert resolve_settings(DEFAULTS, {}) == DEFAULTS
+
+
+def test_every_setting_is_described() -> None:
+    for name, setting in SETTINGS.items():
+        assert setting.description, name
+        assert setting.unit or setting.kind in ("text", "mapping"), name
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("replica", "replicas"),
+        ("max_model_length", "max_model_len"),
+        ("max-num-seqs", "max_num_seqs"),
+        ("kv_cache_mem", "kv_cache_memory"),
+        ("balancer_adress", "balancer_address"),
+        ("engine_arguments", "engine_args"),
+        # the recipe's own names are known, so the nearest one may be one of them, in any case
+        ("SPEC_KK", "SPEC_K"),
+        ("MAX_NUM_SEQ", "MAX_NUM_SEQS"),
+        ("kv_mem", "KV_MEM"),
+        ("CONTAINER_MEMORY", "container_memory"),
+    ],
+)
+def test_an_unknown_setting_is_named_with_the_nearest_one(key: str, nearest: str) -> None:
+    assert problems({key: 1}) == [f"unknown setting '{key}'; the nearest known one is '{nearest}'"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"replicas": "2"}, "replicas: '2' is str, a whole number of replicas is needed; write replicas: 8"),
+        (
+            {"replicas": Text("2")},
+            "replicas: '2' is str, a whole number of replicas is needed; write replicas: 8",
+        ),
+        (
+            {"replicas": True},
+            "replicas: True is bool, a whole number of replicas is needed; write replicas: 8",
+        ),
+        (
+            {"drain_timeout": 1.5},
+            "drain_timeout: 1.5 is float, a whole number of seconds is needed; write drain_timeout: 8",
+        ),
+        (
+            {"drain_timeout": None},
+            "drain_timeout: None is empty, a whole number of seconds is needed; write drain_timeout: 8",
+        ),
+        ({"replicas": 0}, "replicas: 0 is outside 1 to 64 replicas"),
+        ({"replicas": 65}, "replicas: 65 is outside 1 to 64 replicas"),
+        ({"first_port": 65536}, "first_port: 65536 is outside 1 to 65535 TCP port"),
+        (
+            {"served_model_name": Number(5)},
+            "served_model_name: 5 is int, a text is needed; put it in quotes",
+        ),
+        ({"served_model_name": ""}, "served_model_name: '' is empty, a text is needed; put it in quotes"),
+        ({"served_model_name": ["a"]}, "served_model_name: ['a'] is list, a text is needed; put it in quotes"),
+        (
+            {"kv_cache_memory": "18GiB"},
+            "kv_cache_memory: '18GiB' is no size that vLLM takes; write 18G for 18 GiB or 18g for 18 billion bytes",
+        ),
+        (
+            {"kv_cache_memory": "18GB"},
+            "kv_cache_memory: '18GB' is no size that vLLM takes; write 18G for 18 GiB or 18g for 18 billion bytes",
+        ),
+        (
+            {"kv_cache_memory": 18},
+            "kv_cache_memory: 18 is int, a text is needed; put it in quotes",
+        ),
+        (
+            {"container_memory": "18GiB"},
+            "container_memory: '18GiB' is no size that podman takes; write a whole number and b, k, m or g, like 4g",
+        ),
+        (
+            {"container_memory": "1.5g"},
+            "container_memory: '1.5g' is no size that podman takes; write a whole number and b, k, m or g, like 4g",
+        ),
+        ({"speculative_method": "medusa"}, "speculative_method: 'medusa' is not one of none, ngram, mtp, dspark"),
+        (
+            {"engine_args": ["--a"]},
+            "engine_args: ['--a'] is list, a mapping is needed; write engine_args: {} for none",
+        ),
+        ({"engine_args": None}, "engine_args: None is empty, a mapping is needed; write engine_args: {} for none"),
+        (
+            {"SPEC_K": "7"},
+            "speculative_tokens: '7' is str, a whole number of tokens is needed; write speculative_tokens: 8",
+        ),
+        (
+            {"SPEC_K": 7, "speculative_tokens": 7},
+            "'speculative_tokens' and 'SPEC_K' are the same setting; give one of them",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_to_write(overrides: dict[str, Any], problem: str) -> None:
+    assert problems(overrides) == [problem]
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    found = problems({"replicas": "2", "nonsense": 1, "kv_cache_memory": "18GiB", "SPEC_K": 0})
+    assert [text.split(":")[0].split(" '")[0] for text in found] == [
+        "unknown setting",
+        "replicas",
+        "kv_cache_memory",
+        "speculative_tokens",
+    ]
+
+
+def test_a_profile_without_a_value_is_named() -> None:
+    with pytest.raises(SettingsError, match="the profile has no value for replicas, shm_size"):
+        resolve_settings({key: value for key, value in DEFAULTS.items() if key not in ("replicas", "shm_size")}, {})
+
+
+@pytest.mark.parametrize(("environment", "name"), ENVIRONMENT.items())
+def test_the_recipes_names_are_taken(environment: str, name: str) -> None:
+    value = "9G" if SETTINGS[name].kind == "vllm_size" else "9g" if SETTINGS[name].kind == "podman_size" else 32
+    assert resolve_settings(DEFAULTS, {environment: value})[name] == value
+
+
+@pytest.mark.parametrize(
+    ("size", "size_in_bytes"), [("512", 512), ("512b", 512), ("2k", 2048), ("3m", 3 * 2**20), ("4g", 4 * 2**30)]
+)
+def test_podmans_sizes_are_binary(size: str, size_in_bytes: int) -> None:
+    assert podman_bytes(size) == size_in_bytes
+
+
+@given(st.dictionaries(st.sampled_from([*SETTINGS, *ENVIRONMENT]) | st.text() | st.integers(), ANYTHING, max_size=5))
+def test_any_overrides_are_settings_or_the_named_error(overrides: dict[Any, Any]) -> None:
+    try:
+        settings = resolve_settings(DEFAULTS, overrides)
+    except SettingsError as error:
+        assert error.problems
+        assert all(error.problems)
+    else:
+        assert set(settings) == set(SETTINGS)
+        assert podman_bytes(settings["container_memory"]) > 0
