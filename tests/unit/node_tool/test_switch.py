@@ -353,6 +353,6 @@ class Operations(RuleBasedStateMachine):
 
 
 Operations.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestOperations = Operations.TestCase
