@@ -262,9 +262,7 @@ def build_plan(
         "state": "intent",
         "profile": profile["name"],
         "settings": settings,
-        "changed_settings": {
-            name: value for name, value in settings.items() if profile["settings"][name] != value
-        },
+        "changed_settings": {name: value for name, value in settings.items() if profile["settings"][name] != value},
         "served_model_name": settings["served_model_name"],
         "artifacts": profile["artifacts"],
         "image": profile["image"],
@@ -389,7 +387,7 @@ def node_config(plan: dict[str, Any]) -> dict[str, Any]:
 def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> list[str]:
     """Return the plan as lines that a person reads before anything changes.
 
-    :param running: by replica index (as text) the ``release.json`` that the node's replica points at now.
+    :param running: by replica number (as text) the ``release.json`` that it points at now; empty when it has none.
     """
     balancer = plan["balancer"]
     lines = [
@@ -407,12 +405,14 @@ def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
         )
         lines.append(f"  engine: {canonical(replica['engine_args'])}")
         lines.append(f"  release: {_release_change(replica, running.get(str(replica['index'])))}")
+    surplus = sorted({int(index) for index in running} - {replica["index"] for replica in plan["replicas"]})
+    lines += [f"replica {index}: no longer in the plan, will be drained, stopped and removed" for index in surplus]
     return lines
 
 
 def _release_change(replica: dict[str, Any], running: dict[str, Any] | None) -> str:
     """Say what becomes of a replica: started, switched (and why), or left alone."""
-    if running is None:
+    if not running:
         return f"{replica['release']}; none now, will be started"
     differing = []
     for part in ("engine_args", "env"):
