@@ -404,13 +404,13 @@ def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
             f"memory node {replica['memory_nodes'] or 'any'} cap {plan['settings']['container_memory']}"
         )
         lines.append(f"  engine: {canonical(replica['engine_args'])}")
-        lines.append(f"  release: {_release_change(replica, running.get(str(replica['index'])))}")
+        lines.append(f"  release: {_release_change(plan, replica, running.get(str(replica['index'])))}")
     surplus = sorted({int(index) for index in running} - {replica["index"] for replica in plan["replicas"]})
     lines += [f"replica {index}: no longer in the plan, will be drained, stopped and removed" for index in surplus]
     return lines
 
 
-def _release_change(replica: dict[str, Any], running: dict[str, Any] | None) -> str:
+def _release_change(plan: dict[str, Any], replica: dict[str, Any], running: dict[str, Any] | None) -> str:
     """Say what becomes of a replica: started, switched (and why), or left alone."""
     if not running:
         return f"{replica['release']}; none now, will be started"
@@ -423,7 +423,12 @@ def _release_change(replica: dict[str, Any], running: dict[str, Any] | None) -> 
     for part in ("cpus", "memory_nodes", "port", "gpus"):
         if replica[part] != running.get(part):
             differing.append(f"{part} {canonical(running.get(part))} -> {canonical(replica[part])}")
-    if replica["release"] not in (AUTO, running["id"]) and not differing:
+    release = replica["release"]
+    if release == AUTO:
+        # With the image and the model that run now, so that what is known already shows in the intent plan.
+        same = {**replica, "model": running["model"], "image": running["image"]}
+        release = release_of(plan, same)["id"]
+    if release != running["id"] and not differing:
         differing.append("image, model or container settings")
     if not differing:
         return f"{running['id']} stays" + (" unless image or model change" if replica["release"] == AUTO else "")
