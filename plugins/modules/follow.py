@@ -163,6 +163,11 @@ def main() -> None:
     unit = module.params["unit"] + ".service"
     attached = begin(module, unit) if module.params["begin"] else False
     state = show(module, unit)
+    if not state["InvocationID"]:
+        # systemd knows such a unit no more, and would report it as a success.
+        module.fail_json(
+            msg=f"{unit} is gone before it ended: the node was restarted, or the unit was stopped. Run this again"
+        )
     lines, cursor = new_lines(module, state["InvocationID"], module.params["cursor"])
     answer = {"changed": True, "lines": lines, "cursor": cursor, "attached": attached, "ended": not running(state)}
     if answer["ended"]:
