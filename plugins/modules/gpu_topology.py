@@ -102,11 +102,13 @@ def read_gpus(root: Path) -> list[dict[str, Any]]:
     gpus = []
     for folder in sorted(root.glob("*")):
         if is_nvidia_gpu(_read(folder / "vendor"), _read(folder / "class")):
+            # The file is not there on a kernel without NUMA.
+            numa_node = folder / "numa_node"
             gpus.append(
                 {
                     "pci_address": folder.name,
                     "device_id": _read(folder / "device").strip(),
-                    "numa_node": parse_numa_node(_read(folder / "numa_node")),
+                    "numa_node": parse_numa_node(_read(numa_node)) if numa_node.exists() else None,
                 }
             )
     return gpus
@@ -154,11 +156,14 @@ def read_releases(root: Path) -> dict[str, dict[str, Any]]:
     """
     releases: dict[str, dict[str, Any]] = {}
     for folder in root.glob("[0-9]*"):
+        if not folder.name.isdecimal():
+            continue
         try:
             release = json.loads(_read(folder / "current" / "release.json"))
         except (OSError, ValueError):
             release = {}
-        releases[folder.name] = release if isinstance(release, dict) else {}
+        whole = isinstance(release, dict) and {"id", "model", "image"} <= release.keys()
+        releases[folder.name] = release if whole else {}
     return releases
 
 
