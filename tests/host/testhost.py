@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -39,6 +40,7 @@ CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 LOCAL_CA_DIR = Path("/usr/local/share/ca-certificates")
 WHEELS_DIR = "/srv/wheels"
 DOCKER_PID = Path("/var/run/docker.pid")
+CONTAINERD_PID = Path("/var/run/docker/containerd/containerd.pid")
 CONTAINER_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 # What a container cannot do (or what only makes noise in a test); without the masks the state never becomes "running".
@@ -92,6 +94,19 @@ def step(what: str) -> Iterator[None]:
     say(f"{what} ...")
     yield
     say(f"{what}: done in {time.monotonic() - start:.0f} s")
+
+
+@contextlib.contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Two test runs of one checkout must not start two engines or build the image twice."""
+    ensure_state()
+    with (STATE / f"{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another testhost.py to finish with the {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run(argv: Sequence[str], *, stdin: str | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -382,13 +397,21 @@ def ensure_tools() -> None:
         install(missing, f"{' and '.join(missing)} missing")
 
 
-def daemon_pid() -> int | None:
-    """The pid of a live dockerd; the pid file of a killed one may name another process by now."""
+def alive(pid_file: Path, command: str) -> int | None:
+    """The pid in a file, if that is a live process of this command.
+
+    The pid of a killed one may be another process by now, or a zombie that nothing reaps.
+    """
     with contextlib.suppress(OSError, ValueError):
-        pid = int(DOCKER_PID.read_text())
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "dockerd":
+        pid = int(pid_file.read_text())
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        if name == command and rest.split()[0] not in ("Z", "X"):
             return pid
     return None
+
+
+def daemon_pid() -> int | None:
+    return alive(DOCKER_PID, "dockerd")
 
 
 def bridge_missing() -> bool:
@@ -415,7 +438,7 @@ def outer_mtu() -> int | None:
 def stop_daemon(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
     for _ in range(300):
-        if not Path(f"/proc/{pid}").exists() or daemon_pid() != pid:
+        if daemon_pid() != pid:
             return
         time.sleep(0.1)
     raise HostError(f"dockerd (pid {pid}) did not end within 30 s of SIGTERM; end it and try again")
@@ -430,9 +453,9 @@ def start_daemon() -> None:
     if (pid := daemon_pid()) is not None:
         say(f"dockerd (pid {pid}) is there but does not answer; stopping it")
         stop_daemon(pid)
-    for stale in (DOCKER_PID, Path("/var/run/docker/containerd/containerd.pid")):
-        if stale is DOCKER_PID or not containerd_alive(stale):
-            stale.unlink(missing_ok=True)
+    DOCKER_PID.unlink(missing_ok=True)
+    if alive(CONTAINERD_PID, "containerd") is None:
+        CONTAINERD_PID.unlink(missing_ok=True)
     ensure_state()
     argv = ["dockerd"]
     if (mtu := outer_mtu()) and mtu < 1500:
@@ -449,13 +472,14 @@ def start_daemon() -> None:
     raise HostError(f"dockerd does not answer after 60 s; see {STATE / 'dockerd.log'}")
 
 
-def containerd_alive(pid_file: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return "containerd" in Path(f"/proc/{int(pid_file.read_text())}/comm").read_text()
-    return False
-
-
 def ensure_docker() -> None:
+    if answering_client() and not bridge_missing():
+        return
+    with lock("engine"):
+        bring_up_docker()
+
+
+def bring_up_docker() -> None:
     if answering_client():
         if not bridge_missing():
             return
@@ -573,17 +597,29 @@ def build_image(machine: Machine, ref: str) -> None:
         raise HostError(f"docker import failed with {import_failed}: {last_line(log)}")
 
 
+def image_exists(ref: str) -> bool:
+    return run([client(), "image", "inspect", ref]).returncode == 0
+
+
+def remove_images(but: str = "") -> None:
+    """Node images of other inputs; the engine refuses, and rightly, while a node runs on one."""
+    listing = docker("image", "ls", "--filter", f"label={LABEL}=image", "--format", "{{.ID}} {{.Repository}}:{{.Tag}}")
+    for identity, _, ref in (line.partition(" ") for line in listing.splitlines()):
+        if ref != but and run([client(), "image", "rm", identity]).returncode == 0:
+            say(f"removed the image {ref}")
+
+
 def ensure_image() -> tuple[str, Machine]:
     ensure_docker()
     ensure_state()
     machine = read_machine()
     ref = f"{IMAGE}:{image_key(machine)}"
-    if run([client(), "image", "inspect", ref]).returncode != 0:
-        with step(f"building the node image {ref} (Debian {NODE_SUITE}, about a minute)"):
-            build_image(machine, ref)
-        for outdated in set(docker("image", "ls", IMAGE, "--format", "{{.Repository}}:{{.Tag}}").split()) - {ref}:
-            # refused, and rightly, while a node still runs on it
-            run([client(), "image", "rm", outdated])
+    if not image_exists(ref):
+        with lock("image"):
+            if not image_exists(ref):
+                with step(f"building the node image {ref} (Debian {NODE_SUITE}, about a minute)"):
+                    build_image(machine, ref)
+                remove_images(but=ref)
     return ref, machine
 
 
@@ -818,9 +854,7 @@ def purge() -> None:
         for name in docker("ps", "-a", "--filter", f"label={LABEL}=node", "--format", "{{.Names}}").split():
             with step(f"removing node {name} and its volume"):
                 remove_node(name)
-        for ref in docker("image", "ls", IMAGE, "--format", "{{.Repository}}:{{.Tag}}").split():
-            say(f"removing image {ref}")
-            docker("image", "rm", ref)
+        remove_images()
     elif shutil.which("dockerd") and Path("/var/lib/docker").is_dir():
         say("no Docker engine answers: nodes and images, if any, stay; run `testhost.py docker`, then purge again")
     ours = STATE / "dockerd.pid"

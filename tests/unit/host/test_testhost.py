@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -257,7 +260,20 @@ def test_a_pid_file_that_names_another_process_is_stale(tmp_path: Path, monkeypa
     assert testhost.daemon_pid() is None
 
 
-def test_an_interrupted_command_says_which_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_process_is_told_from_a_zombie_and_from_another_command(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    child = subprocess.Popen(["sleep", "60"])
+    pid_file.write_text(f"{child.pid}\n")
+    assert testhost.alive(pid_file, "sleep") == child.pid
+    assert testhost.alive(pid_file, "dockerd") is None
+    os.kill(child.pid, signal.SIGKILL)
+    # wait for its end and leave it a zombie
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert testhost.alive(pid_file, "sleep") is None
+    child.wait()
+
+
+def test_a_failed_command_says_which_and_how() -> None:
     with pytest.raises(testhost.HostError, match="`sh -c 'echo why >&2; exit 3'` failed with 3: why"):
         testhost.checked(["sh", "-c", "echo why >&2; exit 3"])
     with pytest.raises(testhost.HostError, match="gave no result within"):
