@@ -33,11 +33,15 @@ sys.path[:0] = [str(ROOT / "roles/node_tool/files"), str(ROOT / "tests/host")]
 from gpu_node.config import Client, ReplicaConfig  # noqa: E402
 from gpu_node.nginx import render_members, render_secrets  # noqa: E402
 from nodes import Node, NodeError, call_testhost  # noqa: E402
+from testhost import client  # noqa: E402
 
 ROLE = ROOT / "roles/balancer"
-FOLDER = "/run/gpu-node-bench"
+# not below /run, where nothing may be executed
+FOLDER = "/var/tmp/gpu-node-bench"
 # the bench's own node, and the demo's
 NODE, SSH_PORT = "gpu-node-bench", 2290
+# What else runs on this machine shall not decide: the bench needs little, but needs it at once. Others have 1024.
+CPU_WEIGHT = 100_000
 DEMO, DEMO_SSH_PORT = "gpu-node", 2222
 BACKEND_PORTS = (18000, 18001)
 HAPROXY_PORT = 18100
@@ -68,6 +72,8 @@ class Job:
 
     model: str
     tokens: int
+    # of a whole answer, at least
+    chunks: int
     cells: list[Cell]
     paths: list[dict[str, Any]]
     services: list[dict[str, Any]]
@@ -160,15 +166,16 @@ def service(name: str, port: int, argv: Sequence[str], **env: str) -> dict[str, 
     return {"name": name, "port": port, "argv": list(argv), "log": f"{FOLDER}/{name}.log", "env": env}
 
 
-def paced(candidate: Path | None, brief: bool) -> Setup:
+def paced(candidates: Sequence[Path], brief: bool) -> Setup:
     """A backend that costs nothing, the role's nginx, HAProxy; and a candidate's nginx."""
     tokens = 16
     request_s = (FIRST_MS + (tokens - 1) * INTERVAL_MS) / 1000
-    rounds = 3 if brief else 12
+    rounds = 3 if brief else 10
     job = Job(
         model="bench",
         tokens=tokens,
-        cells=[Cell(streams, rounds, 4.0, request_s) for streams in (1, 16, 64)],
+        chunks=tokens,
+        cells=[Cell(streams, rounds, 3.0, request_s) for streams in (1, 16, 64)],
         paths=[path("direct", BACKEND_PORTS, ENGINE_KEY)],
         services=[
             service(
@@ -183,7 +190,7 @@ def paced(candidate: Path | None, brief: bool) -> Setup:
     files: dict[str, bytes] = {}
     secrets = render_secrets([Client("bench", CLIENT_KEY)], ENGINE_KEY)
     replicas = [ReplicaConfig(index, port, "", "") for index, port in enumerate(BACKEND_PORTS)]
-    templates = {"nginx": ROLE / "templates/nginx.conf.j2"} | ({"candidate": candidate} if candidate else {})
+    templates = {"nginx": ROLE / "templates/nginx.conf.j2"} | {one.name.partition(".")[0]: one for one in candidates}
     for number, (name, template) in enumerate(templates.items()):
         port, status_port = (base + 100 * number for base in NGINX_PORTS)
         files[f"{name}/nginx.conf"] = render_nginx(template, port, status_port, f"{FOLDER}/{name}").encode()
@@ -208,6 +215,8 @@ def engines(demo: Node, brief: bool) -> Setup:
     job = Job(
         model=facts["served_model_name"],
         tokens=16,
+        # the tiny profile speculates: a chunk carries up to 8 tokens
+        chunks=2,
         cells=[Cell(1, rounds, 5.0, 0.3), Cell(16, rounds, 10.0, 3.0)],
         paths=[
             path("direct", ports, engine_key),
@@ -237,6 +246,7 @@ def engines(demo: Node, brief: bool) -> Setup:
 def prepare(node: Node) -> None:
     say(f"node {NODE} with nginx and HAProxy from the distribution ...")
     call_testhost("up", NODE, "--ssh-port", str(SSH_PORT))
+    subprocess.run([client(), "update", "--cpu-shares", str(CPU_WEIGHT), NODE], check=True, capture_output=True)
     node.ssh(
         "command -v haproxy nginx >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive"
         " apt-get install -y -qq --no-install-recommends nginx haproxy; }; systemctl disable -q --now nginx haproxy",
@@ -248,7 +258,8 @@ def carry_haproxy(source: Node, target: Node) -> None:
     """The engines listen on their node's loopback alone, and that node's packages are not the bench's to change."""
     script = (
         "mkdir -p /tmp/haproxy && cp /usr/sbin/haproxy /tmp/haproxy/"
-        " && ldd /usr/sbin/haproxy | sed -n 's/.*=> \\(.*\\) (.*/\\1/p' | grep -v -e /libc.so -e /libm.so | xargs cp -L -t /tmp/haproxy && tar -C /tmp/haproxy -c ."
+        " && ldd /usr/sbin/haproxy | sed -n 's/.*=> \\(.*\\) (.*/\\1/p' | grep -v -e /libc.so -e /libm.so"
+        " | xargs cp -L -t /tmp/haproxy && tar -C /tmp/haproxy -c ."
     )
     archive = subprocess.run(source.ssh_argv(script), capture_output=True, check=True, timeout=60).stdout
     unpack = f"mkdir -p {FOLDER}/bin && tar -C {FOLDER}/bin -x"
@@ -399,7 +410,14 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", action="store_true", help="the demo node's real engines (make demo)")
-    parser.add_argument("--candidate", type=Path, metavar="FILE", help="another nginx.conf.j2 beside the role's")
+    parser.add_argument(
+        "--candidate",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="another nginx.conf.j2 beside the role's, several times for several",
+    )
     parser.add_argument("--brief", action="store_true", help="few rounds: does it work, not how fast is it")
     parser.add_argument("--keep", action="store_true", help="leave the bench's node for the next run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write summary and every round there")

@@ -104,6 +104,7 @@ def request_bytes(path: dict[str, Any], job: dict[str, Any]) -> bytes:
             "messages": [{"role": "user", "content": job["prompt"]}],
             "max_tokens": job["tokens"],
             "ignore_eos": True,
+            "temperature": 0,
             "stream": True,
         }
     ).encode()
@@ -206,8 +207,8 @@ def drive(
             if not had and reply.events and bool(before) and opens <= stream.sent < closes - cell["request_s"]:
                 first_s.append(now - stream.sent)
             if reply.done:
-                if reply.events < job["tokens"]:
-                    raise LoadError(f"a stream ended after {reply.events} of {job['tokens']} chunks")
+                if reply.events < job["chunks"]:
+                    raise LoadError(f"a stream ended after {reply.events} of {job['chunks']} chunks")
                 if counts:
                     cycles += 1
                     cycle_s += now - stream.sent
