@@ -2,8 +2,8 @@
 # MIT License (see LICENSE)
 """The plan of a node: profile + overrides + topology -> what runs where, and which release each replica is on.
 
-Pure functions. ``build_plan`` gives the *intent* plan, which is known on a bare node; ``resolve_plan`` completes it with
-the digests of what was built and fetched.
+Pure functions. ``build_plan`` gives the *intent* plan, which is known on a bare node; ``resolve_plan`` completes it
+with the digests of what was built and fetched.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MODEL_PATH = "/model"
 ENGINE_CONFIG_PATH = "/etc/vllm/engine.yaml"
 # The engine closes an idle connection after this long; the balancer does so earlier, or a request meets a closing one.
 ENGINE_KEEPALIVE_SECONDS = 90
-# The engine's own deadline for its start. The node's (start_timeout) decides, and must not be part of a release, or changing
-# it would restart every replica.
+# The engine's own deadline for its start. The node's (start_timeout) decides, and must not be part of a release, or
+# changing it would restart every replica.
 ENGINE_READY_SECONDS = 7 * 86400
 RESTART_DELAY_SECONDS = 10
 START_BURST = 3
@@ -227,8 +227,8 @@ def build_plan(
 ) -> dict[str, Any]:
     """Return the intent plan of a node.
 
-    :param profile: a profile's data: ``name``, ``device``, ``settings``, ``engine_args``, ``environment``, ``artifacts``
-        and ``image``.
+    :param profile: a profile's data: ``name``, ``device``, ``settings``, ``engine_args``, ``environment``,
+        ``artifacts`` and ``image``.
     :param overrides: the operator's settings (see ``settings.resolve_settings``).
     :param topology: what ``gpu_topology`` returned.
     :param client_auth: whether clients of the balancer must show a key.
@@ -289,8 +289,8 @@ def build_plan(
 def release_of(plan: dict[str, Any], replica: dict[str, Any]) -> dict[str, Any]:
     """Return the release of one replica: everything its container is made of, under the hash of just that.
 
-    What does not change the container (the balancer, timeouts of the unit, other replicas) is not in it, so changing those
-    restarts nothing.
+    What does not change the container (the balancer, timeouts of the unit, other replicas) is not in it, so changing
+    those restarts nothing.
     """
     release: dict[str, Any] = {
         "schema": 1,

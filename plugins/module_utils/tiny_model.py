@@ -2,8 +2,8 @@
 # MIT License (see LICENSE)
 """A tiny model with DeepSeek-V3's architecture (MLA and MoE) and random weights, for serving without a GPU.
 
-The same seed gives the same bytes everywhere, so the artifact has one digest. It needs nothing but Python: a node that is
-being set up has no machine-learning packages.
+The same seed gives the same bytes everywhere, so the artifact has one digest. It needs nothing but Python: a node that
+is being set up has no machine-learning packages.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _bfloat16(value: float) -> bytes:
 
 
 def weights(seed: int) -> bytes:
-    """Return a ``safetensors`` file of bfloat16 weights: norms of one, everything else uniform and scaled by its width."""
+    """Return a ``safetensors`` file of bfloat16 weights: norms of one, the others uniform and scaled by their width."""
     generator = random.Random(seed)
     # 4,096 levels are enough for random weights, and drawing bytes from a table is fast in plain Python.
     levels = [_bfloat16((index - 2047.5) / 2048) for index in range(4096)]

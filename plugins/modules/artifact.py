@@ -12,8 +12,8 @@ short_description: Keep a verified artifact (weights, a model folder) on a node
 version_added: "0.1.0"
 description:
   - An artifact is a folder O(path)/O(name)/DIGEST with a C(manifest.json) that lists every file with size and SHA-256.
-  - It is made in a folder beside it, hashed on this node's disk, made read-only and then renamed into place in one step, so
-    an interrupted run leaves nothing that looks complete, and the next run makes it again.
+  - It is made in a folder beside it, hashed on this node's disk, made read-only and then renamed into place in one
+    step, so an interrupted run leaves nothing that looks complete, and the next run makes it again.
   - A folder that is there is hashed again; one whose bytes differ is moved aside (never deleted) and made anew.
 options:
   path:

@@ -11,10 +11,10 @@ module: follow
 short_description: Run a long job as a systemd unit on the node and show its progress while the play waits
 version_added: "0.1.0"
 description:
-  - The job is a transient systemd unit, so it goes on when the connection or the controller is lost, and its output is in the
-    node's journal. The next run finds it running and follows it on.
-  - Lines that the job prints are shown as they come. The task ends when the job ends, and fails with its last lines when it
-    failed.
+  - The job is a transient systemd unit, so it goes on when the connection or the controller is lost, and its output is
+    in the node's journal. The next run finds it running and follows it on.
+  - Lines that the job prints are shown as they come. The task ends when the job ends, and fails with its last lines
+    when it failed.
   - This is an action with a module of the same name; the action calls the module again and again.
 options:
   unit:

@@ -48,11 +48,11 @@ topology:
       description: Memory of the whole node, in bytes.
       type: int
     gpus:
-      description: NVIDIA GPUs on the PCI bus, each with C(pci_address), C(device_id) and C(numa_node) (null = not told).
+      description: NVIDIA GPUs on the PCI bus, each with C(pci_address), C(device_id) and C(numa_node) (null: unknown).
       type: list
       elements: dict
     listeners:
-      description: Listening TCP sockets, each with C(address), C(port), C(pid), C(command) and C(unit) (its systemd unit).
+      description: Listening TCP sockets, each with C(address), C(port), C(pid), C(command) and C(unit) (of systemd).
       type: list
       elements: dict
     releases:
@@ -152,7 +152,7 @@ def read_listeners(proc: Path) -> list[dict[str, Any]]:
 def read_releases(root: Path) -> dict[str, dict[str, Any]]:
     """Read the release of every replica below ``root`` (``/var/lib/gpu-node/replicas``).
 
-    One that cannot be read counts as none (the replica is then given its release anew); the replica itself still counts.
+    One that cannot be read counts as none (the replica is then given its release anew); the replica still counts.
     """
     releases: dict[str, dict[str, Any]] = {}
     for folder in root.glob("[0-9]*"):
