@@ -48,7 +48,7 @@ topology:
       description: Memory of the whole node, in bytes.
       type: int
     gpus:
-      description: NVIDIA GPUs on the PCI bus, each with C(pci_address), C(device_id) and C(numa_node) (null: unknown).
+      description: NVIDIA GPUs on the PCI bus, each with C(pci_address), C(device_id) and C(numa_node) (null = unknown).
       type: list
       elements: dict
     listeners:
