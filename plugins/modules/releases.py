@@ -102,10 +102,10 @@ def main() -> None:
     )
     root = Path(module.params["path"])
     releases: dict[str, dict[str, str]] = module.params["releases"]
-    found = {f"{release}/{name}": read(root / release / name) for release in releases for name in releases[release]}
     wanted = {f"{release}/{name}": text for release in releases for name, text in releases[release].items()}
-    written = [name for name, text in wanted.items() if found[name] != text]
     try:
+        found = {name: read(root / name) for name in wanted}
+        written = [name for name, text in wanted.items() if found[name] != text]
         if written and not module.check_mode:
             for release in {name.split("/")[0] for name in written}:
                 write_release(root / release, releases[release])
