@@ -276,7 +276,7 @@ def build_plan(
             "drain_timeout": settings["drain_timeout"],
             "shutdown_timeout": settings["shutdown_timeout"],
             # Longer than the drain and the engine's own shutdown together, or systemd cuts streams that may still end.
-            "stop_timeout": settings["drain_timeout"] + settings["shutdown_timeout"] + 60,
+            "stop_timeout": settings["drain_timeout"] + settings["shutdown_timeout"] + 90,
             "restart_delay": RESTART_DELAY_SECONDS,
             "start_burst": START_BURST,
             "start_limit_interval": start_limit + 60,
