@@ -59,7 +59,9 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
                 "give text (in quotes), numbers, booleans, lists and mappings with text keys"
             )
         if name in OWNED:
+            # Its value is not looked at: it may be a key, and would be shown.
             problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[name]}")
+            continue
         # Someone's shell quoting, kept literally, would reach the engine inside the value (and be ignored by it).
         if isinstance(value, str) and value[:1] in ("'", '"'):
             problems.append(

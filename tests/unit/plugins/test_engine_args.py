@@ -32,8 +32,9 @@ def test_what_the_plan_decides_is_not_for_overriding(name: str) -> None:
         assert check_engine_args({spelling: "x"}) == [f"engine_args: '{spelling}' is not for overriding; {OWNED[name]}"]
 
 
-def test_the_engines_key_is_never_an_argument() -> None:
-    (problem,) = check_engine_args({"--api-key": "sk-a-real-secret"})
+@pytest.mark.parametrize("value", ["sk-a-real-secret", "'sk-a-real-secret'", {1: "sk-a-real-secret"}])
+def test_the_engines_key_is_never_an_argument_and_never_shown(value: Any) -> None:
+    (problem,) = check_engine_args({"--api-key": value})
     assert "'--api-key' is not for overriding" in problem
     assert "made on the node" in problem
     assert "sk-a-real-secret" not in problem
