@@ -53,15 +53,15 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
         if name in given:
             problems.append(f"engine_args: '{key}' and '{given[name]}' are the same argument; give one of them")
         given[name] = key
+        if name in OWNED:
+            # Its value is not looked at: it may be a key, and would be shown.
+            problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[name]}")
+            continue
         if not _is_plain(value):
             problems.append(
                 f"engine_args: the value of '{key}' holds something that JSON has not: {value!r}; "
                 "give text (in quotes), numbers, booleans, lists and mappings with text keys"
             )
-        if name in OWNED:
-            # Its value is not looked at: it may be a key, and would be shown.
-            problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[name]}")
-            continue
         # Someone's shell quoting, kept literally, would reach the engine inside the value (and be ignored by it).
         if isinstance(value, str) and value[:1] in ("'", '"'):
             problems.append(
