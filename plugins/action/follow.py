@@ -25,47 +25,51 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run the task; see the module's documentation for arguments and result."""
         result: dict[str, Any] = super().run(tmp, task_vars)
-        args = dict(self._task.args)
-        host = (task_vars or {}).get("inventory_hostname", "node")
-        look = self._execute_module(module_name=_MODULE, module_args=args, task_vars=task_vars)
-        if look.get("failed") or self._task.check_mode:
+        if self._task.check_mode:
+            return {**result, **self._look({}, task_vars)}
+        look, kept = self._follow(task_vars)
+        attached = look.get("attached", False)
+        if attached and not look.get("failed") and not look["same_job"]:
+            look, kept = self._follow(task_vars)
+        if look.get("failed"):
             return {**result, **look}
-        attached = look["attached"]
-        if attached:
-            self._show(args, host, [f"{args['unit']} is running already; following it"])
-        kept: list[str] = []
-        lost = 0
-        while True:
-            self._show(args, host, look["lines"])
+        result.update(changed=True, rc=look["rc"], lines=kept, attached=attached)
+        if look["rc"] != 0:
+            tail, unit = "\n".join(kept[-15:]), self._task.args["unit"]
+            result.update(
+                failed=True,
+                msg=f"{unit} ended with exit code {look['rc']}; its last lines "
+                f"(all of them: journalctl -u {unit}):\n{tail}",
+            )
+        return result
+
+    def _follow(self, task_vars: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+        """Start or join the job and wait for its end; return the last look at it and the last lines it printed."""
+        unit = self._task.args["unit"]
+        host = (task_vars or {}).get("inventory_hostname", "node")
+        look = self._look({}, task_vars)
+        if look.get("attached"):
+            Display().display(f"  [{host}] {unit} is running already; following it")
+        first, kept, lost = look, list[str](), 0
+        while not look.get("failed"):
+            for line in look["lines"]:
+                Display().display(f"  [{host}] {line}")
             kept = (kept + look["lines"])[-_KEPT_LINES:]
             if look["ended"]:
                 break
-            args["cursor"] = look["cursor"]
-            time.sleep(int(args.get("interval", 2)))
+            time.sleep(int(self._task.args.get("interval", 2)))
             try:
-                look = self._execute_module(
-                    module_name=_MODULE, module_args={**args, "begin": False}, task_vars=task_vars
-                )
+                look = self._look({"begin": False, "cursor": look["cursor"]}, task_vars)
                 lost = 0
             except AnsibleConnectionFailure:
                 lost += 1
                 if lost > _LOST_LOOKS:
                     raise
                 look = {**look, "lines": []}
-            if look.get("failed"):
-                return {**result, **look}
-        result.update(changed=True, rc=look["rc"], lines=kept, attached=attached)
-        if look["rc"] not in args.get("ok_codes", [0]):
-            tail = "\n".join(kept[-15:])
-            result.update(
-                failed=True,
-                msg=f"{args['unit']} ended with exit code {look['rc']}; its last lines "
-                f"(all of them: journalctl -u {args['unit']}):\n{tail}",
-            )
-        return result
+        return {**look, "attached": first.get("attached", False)}, kept
 
-    @staticmethod
-    def _show(args: dict[str, Any], host: str, lines: list[str]) -> None:
-        if not args.get("quiet", False):
-            for line in lines:
-                Display().display(f"  [{host}] {line}")
+    def _look(self, more: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        answer: dict[str, Any] = self._execute_module(
+            module_name=_MODULE, module_args={**self._task.args, **more}, task_vars=task_vars
+        )
+        return answer

@@ -13,6 +13,8 @@ version_added: "0.1.0"
 description:
   - The job is a transient systemd unit, so it goes on when the connection or the controller is lost, and its output is
     in the node's journal. The next run finds it running and follows it on.
+  - Another job of the same unit (the same task of an earlier run, with other arguments) is followed to its end first,
+    and then this one is started.
   - Lines that the job prints are shown as they come. The task ends when the job ends, and fails with its last lines
     when it failed.
   - This is an action with a module of the same name; the action calls the module again and again.
@@ -35,15 +37,6 @@ options:
     description: Seconds between two looks.
     type: int
     default: 2
-  ok_codes:
-    description: Exit codes of the job that are no failure; the task returns the code.
-    type: list
-    elements: int
-    default: [0]
-  quiet:
-    description: Do not show the job's lines; they stay in the journal.
-    type: bool
-    default: false
   cursor:
     description: Journal position after which lines are new. Set by the action.
     type: str
@@ -80,26 +73,28 @@ lines:
   type: list
   elements: str
 attached:
-  description: Whether the job was running already when this task began.
+  description: Whether a job of this unit was running already when this task began.
   returned: always
   type: bool
 """
 
 import json
+import shlex
 
 from ansible.module_utils.basic import AnsibleModule
 
 
 def show(module: AnsibleModule, unit: str) -> dict[str, str]:
     """Return what systemd knows of a unit."""
-    wanted = "LoadState,ActiveState,SubState,Result,ExecMainStatus,ExecMainCode,InvocationID"
+    wanted = "LoadState,ActiveState,SubState,Result,ExecMainStatus,ExecMainCode,InvocationID,Description"
     out = module.run_command(["systemctl", "show", f"--property={wanted}", unit], check_rc=True)[1]
     return dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
 
 
 def new_lines(module: AnsibleModule, invocation: str, cursor: str) -> tuple[list[str], str]:
     """Return what one run of a job printed after ``cursor``, and the new cursor."""
-    command = ["journalctl", "--output=json", "--no-pager", "--quiet", f"_SYSTEMD_INVOCATION_ID={invocation}"]
+    # --all: without it, a line of more than 4,096 bytes comes as null.
+    command = ["journalctl", "--all", "--output=json", "--no-pager", "--quiet", f"_SYSTEMD_INVOCATION_ID={invocation}"]
     if cursor:
         command.append(f"--after-cursor={cursor}")
     out = module.run_command(command, check_rc=True)[1]
@@ -134,6 +129,8 @@ def begin(module: AnsibleModule, unit: str) -> bool:
     module.run_command(
         [
             *("systemd-run", "--quiet", f"--unit={unit}", "--remain-after-exit", "--no-ask-password"),
+            # The next run tells by it whether this is its own job.
+            f"--description={shlex.join(module.params['argv'])}",
             *files,
             "--",
             *module.params["argv"],
@@ -151,8 +148,6 @@ def main() -> None:
             "argv": {"type": "list", "elements": "str", "required": True},
             "environment_files": {"type": "list", "elements": "str", "default": []},
             "interval": {"type": "int", "default": 2},
-            "ok_codes": {"type": "list", "elements": "int", "default": [0]},
-            "quiet": {"type": "bool", "default": False},
             "cursor": {"type": "str", "default": ""},
             "begin": {"type": "bool", "default": True},
         },
@@ -170,6 +165,7 @@ def main() -> None:
         )
     lines, cursor = new_lines(module, state["InvocationID"], module.params["cursor"])
     answer = {"changed": True, "lines": lines, "cursor": cursor, "attached": attached, "ended": not running(state)}
+    answer["same_job"] = state["Description"] == shlex.join(module.params["argv"])
     if answer["ended"]:
         # The journal may lag behind the end of the process: have it write what it holds, then read the rest.
         module.run_command(["journalctl", "--sync"])

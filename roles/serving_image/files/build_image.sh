@@ -20,6 +20,10 @@ summarise() {
         { print; fflush() }'
 }
 
+if podman image exists "$tag"; then
+    say "$tag is there"
+    exit 0
+fi
 if podman image exists "$base"; then
     say "step 1 of 2: the base system is there: $base"
 else

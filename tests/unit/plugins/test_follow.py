@@ -29,6 +29,7 @@ GONE = {
     "ExecMainStatus": "0",
     "ExecMainCode": "0",
     "InvocationID": "",
+    "Description": "job.service",
 }
 
 
@@ -72,6 +73,8 @@ class Systemd:
             return 0, "".join(json.dumps(entry) + "\n" for entry in self.journal[after:]), ""
         elif argv[0] == "systemd-run":
             self.begin()
+            (description,) = [word for word in argv if word.startswith("--description=")]
+            self.state["Description"] = description.partition("=")[2]
         return 0, "", ""
 
     def verbs(self) -> list[str]:
@@ -100,6 +103,11 @@ def test_a_job_is_started_as_a_unit_without_a_shell(systemd: Systemd) -> None:
     assert start[-4:] == ["--", "/bin/sh", "-c", "build; done"]
     assert "--unit=job.service" in start
     assert "--property=EnvironmentFile=-/etc/gpu-node/proxy.env" in start
+
+
+def test_a_job_is_told_from_another_one_of_its_unit(systemd: Systemd) -> None:
+    assert look()["same_job"] is True
+    assert look(argv=["/bin/sh", "-c", "build; gone"])["same_job"] is False
 
 
 def test_a_running_job_is_not_started_again(systemd: Systemd) -> None:
@@ -179,7 +187,14 @@ class Node:
 
 
 def seen(*lines: str, cursor: str = "c", attached: bool = False) -> dict[str, Any]:
-    return {"changed": True, "lines": list(lines), "cursor": cursor, "attached": attached, "ended": False}
+    return {
+        "changed": True,
+        "lines": list(lines),
+        "cursor": cursor,
+        "attached": attached,
+        "ended": False,
+        "same_job": True,
+    }
 
 
 def ended(rc: int, *lines: str) -> dict[str, Any]:
@@ -221,16 +236,20 @@ def test_lines_are_shown_as_they_come(act: Act, shown: list[str]) -> None:
     ]
 
 
-def test_a_quiet_job_shows_nothing(act: Act, shown: list[str]) -> None:
-    result, _ = act([ended(0, "one")], quiet=True)
-    assert shown == []
-    assert result["lines"] == ["one"]
-
-
 def test_a_running_job_is_followed_on(act: Act, shown: list[str]) -> None:
     result, _ = act([seen("from before", attached=True), ended(0)])
     assert shown[0] == "  [gpu-node] job is running already; following it"
     assert result["attached"] is True
+
+
+def test_another_job_of_the_unit_is_waited_for_and_then_this_one_is_started(act: Act, shown: list[str]) -> None:
+    other = {"same_job": False}
+    result, node = act(
+        [{**seen("old", attached=True), **other}, {**ended(1), **other, "attached": False}, seen("new"), ended(0)]
+    )
+    assert shown == ["  [gpu-node] job is running already; following it", "  [gpu-node] old", "  [gpu-node] new"]
+    assert result["rc"] == 0
+    assert [args.get("begin", True) for args in node.asked] == [True, False, True, False]
 
 
 def test_lost_connections_lose_nothing(act: Act, shown: list[str]) -> None:
@@ -262,13 +281,6 @@ def test_a_failed_job_fails_with_its_last_lines(act: Act) -> None:
     assert message[-2:] == ["line 299", "the reason"]
     assert len(message) == 16
     assert len(result["lines"]) == 200
-
-
-def test_exit_codes_that_are_no_failure(act: Act) -> None:
-    result, _ = act([ended(3)], ok_codes=[0, 3])
-    assert result["rc"] == 3
-    assert "failed" not in result
-    assert act([ended(4)], ok_codes=[0, 3])[0]["failed"] is True
 
 
 @pytest.mark.parametrize("before", [[], [seen("one")]])
