@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
 from testhost import ROOT, STATE, client
 
 CACHE = STATE / "cache"
@@ -18,15 +19,13 @@ MOUNT = "/srv/cache"
 RELEASE = "/var/lib/gpu-node/replicas/0/current/release.json"
 
 
-def inputs() -> list[Path]:
-    """What the image is made of, generously: a stale archive would test another image."""
-    return [*sorted((ROOT / "roles" / "serving_image" / "files").iterdir()), ROOT / "roles/serving_plan/vars/cpu.yml"]
-
-
 def archive() -> Path:
-    digest = hashlib.sha256()
-    for path in inputs():
-        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    """Named after what the role serving_image names the image after, so that an outdated one is not found."""
+    profile = yaml.safe_load((ROOT / "roles" / "serving_plan" / "vars" / "cpu.yml").read_text())
+    image = profile["_serving_plan_profile"]["image"]
+    digest = hashlib.sha256(json.dumps(image, sort_keys=True).encode())
+    for name in (image["containerfile"], image["lock"], "name_distribution.py"):
+        digest.update((ROOT / "roles" / "serving_image" / "files" / name).read_bytes())
     return CACHE / f"vllm-cpu-{digest.hexdigest()[:12]}.tar"
 
 
