@@ -23,6 +23,10 @@ OWNED = {
     "shutdown-timeout": "set shutdown_timeout",
     "config": "the plan writes this file itself",
     "api-key": "the engine's key is made on the node and never an argument",
+    "hf-token": "a secret is never an argument; the engine downloads nothing",
+    "uds": "replicas listen on loopback; see first_port",
+    "ssl-keyfile": "replicas listen on loopback only, without TLS",
+    "ssl-certfile": "replicas listen on loopback only, without TLS",
 }
 
 
@@ -53,9 +57,11 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
         if name in given:
             problems.append(f"engine_args: '{key}' and '{given[name]}' are the same argument; give one of them")
         given[name] = key
-        if name in OWNED:
+        # The engine's parser also takes the beginning of a name, and one part of a mapping as name.part.
+        owned = next((known for known in OWNED if name and known.startswith(name.partition(".")[0])), None)
+        if owned is not None:
             # Its value is not looked at: it may be a key, and would be shown.
-            problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[name]}")
+            problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[owned]}")
             continue
         if not _is_plain(value):
             problems.append(

@@ -26,6 +26,12 @@ def test_every_spelling_of_a_name_is_one_argument(given_name: str) -> None:
     assert normalise(given_name) == "max-logprobs"
 
 
+@pytest.mark.parametrize("name", ["api-ke", "max_model", "speculative-config.num_speculative_tokens"])
+def test_the_beginning_or_a_part_of_an_argument_of_the_plan_is_refused_too(name: str) -> None:
+    (problem,) = check_engine_args({name: "x"})
+    assert f"'{name}' is not for overriding" in problem
+
+
 @pytest.mark.parametrize("name", OWNED)
 def test_what_the_plan_decides_is_not_for_overriding(name: str) -> None:
     for spelling in (name, f"--{name}", name.replace("-", "_")):
