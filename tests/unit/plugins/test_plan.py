@@ -456,7 +456,7 @@ def test_the_engines_file_of_the_plan() -> None:
 
 
 def test_inputs_are_left_alone() -> None:
-    profile, node, overrides = cpu_profile(), topology(), {"engine_args": {"a": [1]}}
+    profile, node, overrides = cpu_profile(), topology(), {"engine_args": {"dtypes": [1]}}
     before = copy.deepcopy((profile, node, overrides))
     resolve_plan(build_plan(profile, overrides, node, False), MODEL, IMAGE)
     assert (profile, node, overrides) == before
