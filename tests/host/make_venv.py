@@ -69,6 +69,7 @@ def main(argv: list[str]) -> int:
         if not (stamp := stamp_of(files)).exists():
             install(files)
             stamp.touch()
+            stamp_of(SETS["run"]).touch()  # part of every set
     except testhost.HostError as err:
         print(f"make_venv: error: {err}", file=sys.stderr)
         return 1

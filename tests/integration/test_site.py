@@ -35,7 +35,8 @@ def test_the_installed_collection_does_the_same_job(served: Node, tmp_path: Path
     (archive,) = tmp_path.glob("serving-gpu_node-*.tar.gz")
     installed = tmp_path / "collections"
     install = [*galaxy, "install", str(archive), "--no-deps", "--offline", "-p", str(installed)]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    # from elsewhere: the checkout's own collections_path says that it is installed already
+    subprocess.run(install, check=True, capture_output=True, timeout=120, cwd=tmp_path)
 
     (tmp_path / "ansible.cfg").write_text(f"[defaults]\ncollections_path = {installed}\ninject_facts_as_vars = False\n")
     inventories = ["-i", str(ROOT / "inventories" / "demo"), "-i", str(served.inventory)]
