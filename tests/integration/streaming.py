@@ -21,7 +21,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # An answer that takes longer than this is one that never comes.
 TIMEOUT_S = 240
-PAUSE_S = 0.05
+# Time for the machine to do what the test is about.
+PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
