@@ -21,7 +21,7 @@ if [ $$rc -eq 0 ]; then printf '==> %s: done in %s s\n' "$(1)" $$((SECONDS - sta
 else printf '==> %s: FAILED after %s s (exit %s)\n' "$(1)" $$((SECONDS - start)) $$rc >&2; fi; exit $$rc
 endef
 
-.PHONY: help venv venv-run demo demo-down test test-full lint unit molecule integration
+.PHONY: help venv venv-run demo demo-down bench test test-full lint unit molecule integration
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +42,10 @@ demo: ## from a bare machine to two served replicas on a node on this machine
 demo-down: ## remove every trace of nodes: containers, volumes, images, .demo/ and a Docker engine we started
 	$(call step,Removing nodes and their image,$(TESTHOST) purge)
 	@echo ".venv stays: rm -r .venv removes it"
+
+bench: venv ## what the balancer costs, and how long a second run takes (after make demo)
+	$(call step,The balancer against direct and HAProxy,python bench/balancer.py)
+	$(call step,The second run of site.yml,python bench/second_run.py)
 
 lint: venv ## ruff, mypy, yamllint and ansible-lint
 	$(call step,ruff,ruff check . && ruff format --check .)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from nodes import Node, Play, parse_recap
@@ -14,12 +13,9 @@ from testhost import ROOT
 BIN = Path(sys.executable).parent
 
 
-def test_the_second_run_changes_nothing_within_a_minute(served: Node) -> None:
-    start = time.monotonic()
+def test_the_second_run_changes_nothing(served: Node) -> None:
     play = served.converge()
-    elapsed = time.monotonic() - start
     assert play.changed == 0, play.tail(80)
-    assert elapsed < 60
 
 
 def test_check_mode_is_clean_on_a_serving_node(served: Node) -> None:

@@ -83,7 +83,12 @@ def test_a_value_without_a_json_text_is_refused(value: Any) -> None:
 
 
 def test_what_is_in_order_passes() -> None:
-    good = {"max-logprobs": 5, "compilation-config": {"mode": 3, "sizes": [1, 8]}, "dtype": "auto", "kernel-config.backend": None}
+    good = {
+        "max-logprobs": 5,
+        "compilation-config": {"mode": 3, "sizes": [1, 8]},
+        "dtype": "auto",
+        "kernel-config.backend": None,
+    }
     assert check_engine_args(good | {"enforce_eager": False, "rope-theta": 1e-6}) == []
 
 
