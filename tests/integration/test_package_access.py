@@ -11,6 +11,10 @@ from nodes import Node
 
 PREPARE = "playbooks/prepare.yml"
 PASSWORD = "proxy-pass-7f3a"
+# Holds apt's lock as unattended-upgrades does on a machine that was just installed.
+HOLD_LOCK = (
+    "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep(20)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,9 @@ def test_the_sites_ways_are_used_and_its_secrets_kept(bare: Node, certificate: P
     assert bare.run(f"grep -qF '{text}' /etc/ssl/certs/ca-certificates.crt").returncode == 0
 
 
-def test_without_the_proxy_the_node_is_prepared_and_a_second_run_changes_nothing(bare: Node) -> None:
+def test_without_the_proxy_and_with_apt_locked_for_a_while_the_node_is_prepared(bare: Node) -> None:
     sources = bare.ssh("cat /etc/apt/sources.list")
+    bare.ssh(f'systemd-run --quiet --unit lock /usr/bin/python3 -c "{HOLD_LOCK}"')
     extra = {"package_access_apt_sources": "# the site's own\n" + sources}
     first = bare.playbook(extra=extra, playbook=PREPARE)
     assert first.rc == 0, first.tail()

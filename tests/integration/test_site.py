@@ -13,9 +13,13 @@ from testhost import ROOT
 BIN = Path(sys.executable).parent
 
 
-def test_the_second_run_changes_nothing(served: Node) -> None:
-    play = served.converge()
+def test_the_second_run_changes_nothing_and_shows_no_secret(served: Node) -> None:
+    play = served.converge("-vvv", "--diff")
     assert play.changed == 0, play.tail(80)
+    engine_key = served.ssh("cat /etc/gpu-node/secrets/engine.env").strip().removeprefix("VLLM_API_KEY=")
+    assert len(engine_key) >= 32
+    assert engine_key not in play.output
+    assert served.client_key not in play.output
 
 
 def test_check_mode_is_clean_on_a_serving_node(served: Node) -> None:
