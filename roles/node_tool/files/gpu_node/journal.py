@@ -23,6 +23,9 @@ def parse_journal(text: str) -> list[Entry]:
     for line in text.splitlines():
         try:
             value = json.loads(line)
+            if "PODMAN_EVENT" in value:
+                # Podman notes the container's life in the unit's journal; the engine's last lines are of use, this is not.
+                continue
             message = value["MESSAGE"]
             # Messages with bytes that are no text come as lists of numbers.
             message = bytes(message).decode(errors="replace") if isinstance(message, list) else str(message)
