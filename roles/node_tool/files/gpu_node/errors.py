@@ -27,3 +27,7 @@ class ParseError(ToolError):
 
 class GateError(ToolError):
     """A check that has to pass before the next step did not."""
+
+
+class StoppedError(Exception):
+    """Somebody stops what this step was to start. No ToolError: nothing may take it for a failure and go on."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from gpu_node.errors import StoppedError
+
 
 @dataclass(frozen=True)
 class Result:
@@ -78,6 +80,19 @@ class Host:
             process.terminate()
             process.wait()
             thread.join(timeout=5)
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """SIGTERM, by which systemd stops a step of a unit, raises StoppedError in the block."""
+
+        def stop(_signal: int, _frame: object) -> NoReturn:
+            raise StoppedError("stopped by systemd")
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def hang_up(self, pid: int) -> None:
         """Send SIGHUP; a process that ended meanwhile is no error."""

@@ -24,7 +24,7 @@ def parse_journal(text: str) -> list[Entry]:
         try:
             value = json.loads(line)
             if "PODMAN_EVENT" in value:
-                # Podman notes the container's life in the unit's journal; the engine's last lines are of use, this is not.
+                # Podman notes the container's life in the unit's journal, after the engine's last words.
                 continue
             message = value["MESSAGE"]
             # Messages with bytes that are no text come as lists of numbers.

@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 
 from gpu_node import drain, journal
 from gpu_node.config import Release, ReplicaConfig
-from gpu_node.errors import EngineError, GateError, ToolError
+from gpu_node.errors import EngineError, GateError, StoppedError, ToolError
 from gpu_node.host import Host
 from gpu_node.membership import Applied
 from gpu_node.proc import LISTEN, Process
@@ -115,6 +115,16 @@ class UnitSteps:
 
     def ready(self) -> None:
         """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile."""
+        try:
+            with self._host.stoppable():
+                self._become_ready()
+        except StoppedError:
+            # An engine that loads ignores SIGTERM, as first process of its container and without a handler yet: systemd
+            # would wait for it to the end of the unit's stop timeout. No request can be lost, so it is not asked.
+            self._remove_container()
+            raise GateError(f"{self._prefix}stopped before it was ready") from None
+
+    def _become_ready(self) -> None:
         limit = self._tool.node.start_timeout_s
         started, since = self._host.clock(), self._host.wall_clock()
         report = REPORT_EVERY_S
@@ -241,6 +251,9 @@ class UnitSteps:
     def cleanup(self) -> None:
         """After every end of the unit, whatever its cause: out of the balancer, nothing left under the name."""
         self._take_out()
+        self._remove_container()
+
+    def _remove_container(self) -> None:
         done = self._host.run(["podman", "rm", "-f", "-t", "0", "--ignore", self._replica.container], timeout_s=120)
         if done.returncode:
             self._host.warn(f"{self._prefix}podman rm: {done.message}")
