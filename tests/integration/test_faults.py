@@ -203,6 +203,18 @@ def test_a_start_on_a_taken_port_names_who_has_it(stopped: Site) -> None:
     site.wait_for_journal(1, since, "starting release", 60)
 
 
+def test_a_start_can_be_stopped(stopped: Site) -> None:
+    """An engine that loads takes no notice of a signal; nobody waits until it does."""
+    site, since = stopped, stopped.now()
+    with start(site, 1) as starting:
+        site.wait_for_journal(1, since, "loading, 1", 60)
+        began = time.monotonic()
+        site.stop(1)
+        assert time.monotonic() - began < 20
+        assert starting.wait(20) != 0
+    assert site.node.ssh("podman ps -aq -f name=vllm-replica-1") == ""
+
+
 def test_a_port_that_another_process_answers_is_no_replica(stopped: Site) -> None:
     """A 200 is not enough: the gate asks whose it is."""
     site, since = stopped, stopped.now()
