@@ -19,7 +19,7 @@ from .replicas import START_S, STATE, Site, wait_until
 from .streaming import Client, Load
 
 HTTP_SERVER = "/usr/bin/python3 -m http.server {port} --bind 127.0.0.1"
-# Answers 200 to everything, like an engine of another life that still holds the port.
+# Answers 200 to everything, like an engine of an earlier run that still holds the port.
 IMPOSTER = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -412,6 +412,7 @@ class InService(threading.Thread):
         return [count for count, before in zip(self.counts, [None, *self.counts], strict=False) if count != before]
 
 
+@pytest.mark.full  # four switches: more time than the other faults of releases together
 def test_changed_settings_and_the_way_back_on_a_serving_node(site: Site) -> None:
     """site.yml with another value switches the replicas one after the other; the rollback is the same by hand."""
     before = [site.release(index)["id"] for index in (0, 1)]
