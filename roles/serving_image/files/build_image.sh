@@ -6,18 +6,28 @@ set -euo pipefail
 context=$1 tag=$2 suite=$3 packages=$4
 shift 4
 base="$tag-base"
+log=$context/build.log
 say() { echo "[$SECONDS s] $*"; }
 
-# pip prints two lines a package; a person wants to know how far it is and whatever is unusual.
-summarise() {
-    awk -v total="$1" -v began="$SECONDS" '
-        function say(text) { printf "[%d s] %s\n", began + systime() - start, text; fflush() }
-        BEGIN { start = systime() }
-        /^(Collecting|Processing) / { if (++seen % 15 == 0) say(seen " of " total " packages fetched"); next }
-        /^(  Downloading|  Using cached|Looking in|  Attempting|    |WARNING: Location)/ { next }
-        /^Installing collected/ { say("installing " total " packages"); next }
-        /^Successfully installed/ { say("installed " total " packages"); next }
-        { print; fflush() }'
+# Run a command, and every 15 seconds show how far it is: the last line that it printed.
+run() {
+    local what=$1 next=$((SECONDS + 15)) code=0
+    shift
+    say "$what"
+    "$@" >"$log" 2>&1 &
+    while kill -0 $! 2>/dev/null; do
+        sleep 1
+        if ((SECONDS >= next)); then
+            say "$what: $(tail -n 1 "$log" | cut -c 1-100)"
+            next=$((SECONDS + 15))
+        fi
+    done
+    wait $! || code=$?
+    if ((code)); then
+        tail -n 30 "$log"
+        say "$what: failed with exit code $code; all of it: $log"
+        exit "$code"
+    fi
 }
 
 if podman image exists "$tag"; then
@@ -27,7 +37,6 @@ fi
 if podman image exists "$base"; then
     say "step 1 of 2: the base system is there: $base"
 else
-    say "step 1 of 2: the base system, Debian $suite; about a minute"
     # The operator's sources; else the node's own where it is the same release; else mmdebstrap's default mirror.
     sources=()
     if [ -s "$context/sources.list" ]; then
@@ -38,26 +47,26 @@ else
         done
     fi
     # TMPDIR: /tmp may be small and in memory.
-    TMPDIR=$context mmdebstrap --quiet --variant=minbase --mode=root --include="$packages" \
+    export TMPDIR=$context
+    run "step 1 of 2: the base system, Debian $suite" mmdebstrap --variant=minbase --mode=root --include="$packages" \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' \
         "$suite" "$context/base.tar" ${sources[@]+"${sources[@]}"}
-    podman import --quiet "$context/base.tar" "$base" >/dev/null
+    podman import --quiet "$context/base.tar" "$base" >/dev/null 2>&1
     rm -f "$context/base.tar"
 fi
 
-count=$(grep -c == "$context/lock.txt")
-say "step 2 of 2: $count pinned Python packages; 3 to 5 minutes"
 # The site's way to packages: copied into the context for this build, never into the image.
 cp /etc/ssl/certs/ca-certificates.crt "$context/ca-certificates.crt"
 if [ -e /etc/pip.conf ]; then cp /etc/pip.conf "$context/pip.conf"; else : >"$context/pip.conf"; fi
 volumes=()
 for folder in "$@"; do
     volumes+=(--volume "$folder:$folder:ro")
-    printf '[install]\nfind-links = %s\n' "$folder" >>"$context/pip.conf"
+    grep -qx -- "--find-links $folder" "$context/lock.txt" || echo "--find-links $folder" >>"$context/lock.txt"
 done
 # chroot isolation: the build also works where the node is itself a container.
-podman build --isolation chroot --build-arg BASE="$base" "${volumes[@]}" --file "$context/Containerfile" --tag "$tag" "$context" \
-    2>&1 | summarise "$count"
+run "step 2 of 2: $(grep -c == "$context/lock.txt") pinned Python packages" \
+    podman build --isolation chroot --build-arg BASE="$base" "${volumes[@]}" --file "$context/Containerfile" \
+    --tag "$tag" "$context"
 rm -f "$context/pip.conf"
 say "built $tag"
