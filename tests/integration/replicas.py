@@ -157,7 +157,10 @@ class Site:
 
     @cached_property
     def client(self) -> Client:
-        return Client(self.node.http_port, self.node.client_key)
+        return self.new_client()
+
+    def new_client(self, *, keep: bool = False) -> Client:
+        return Client(self.node.http_port, self.node.client_key, keep=keep)
 
     def load(self) -> Load:
         return Load(self.node.http_port, self.node.client_key)

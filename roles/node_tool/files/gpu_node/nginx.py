@@ -52,7 +52,8 @@ def render_members(replicas: Sequence[ReplicaConfig], out: Collection[int], secr
     keepalive = "    keepalive 64;\n    keepalive_timeout 60s;\n"
     return (
         f"{HEAD}# secrets.conf: {hashlib.sha256(secrets.encode()).hexdigest()[:16]}\n"
-        f"upstream gpu_node_least {{\n    least_conn;\n{servers}{keepalive}}}\n"
+        # The zone: without it each of nginx's processes counts its own connections only, and the least busy is a guess.
+        f"upstream gpu_node_least {{\n    zone gpu_node_least 256k;\n    least_conn;\n{servers}{keepalive}}}\n"
         f"upstream gpu_node_hash {{\n    hash $gpu_node_affinity consistent;\n{servers}{keepalive}}}\n"
         f'map $server_port $gpu_node_members {{\n    default "{members}";\n}}\n'
         f'map $server_port $gpu_node_generation {{\n    default "{generation}";\n}}\n'
