@@ -87,9 +87,10 @@ def test_a_port_that_something_else_has(served: Node) -> None:
 
 def test_a_node_that_cannot_be_reached_is_named(served: Node) -> None:
     other = served.folder / "unreachable.json"
+    port = free_port()
     hostvars = {
         "ansible_host": "127.0.0.1",
-        "ansible_port": free_port(),
+        "ansible_port": port,
         "ansible_ssh_common_args": "-o ConnectTimeout=3",
     }
     other.write_text(json.dumps({"gpu_nodes": {"hosts": {HOST: hostvars}}}))
