@@ -321,7 +321,7 @@ class Machine:
     pip: PipSettings
 
 
-def read_machine() -> Machine:
+def read_machine(suite: str = NODE_SUITE) -> Machine:
     release = os_release(Path("/etc/os-release").read_text())
     if release.get("ID") != "debian":
         raise HostError(
@@ -329,7 +329,7 @@ def read_machine() -> Machine:
             "Debian machine; run it on Debian"
         )
     codename = release.get("VERSION_CODENAME", "")
-    sources = select_sources(read_apt_stanzas(Path("/etc/apt")), codename, NODE_SUITE)
+    sources = select_sources(read_apt_stanzas(Path("/etc/apt")), codename, suite)
     if not sources:
         raise HostError(f"/etc/apt has no enabled Debian source with suite {codename} and component main: add one")
     pip = select_pip_settings(parse_pip_config(run([sys.executable, "-m", "pip", "config", "list"]).stdout))
@@ -749,6 +749,15 @@ def authorize(name: str) -> None:
     docker("exec", "-i", name, "sh", "-c", script, stdin=public)
 
 
+LIST_JOBS = ("systemctl", "list-jobs", "--no-legend", "--plain")
+
+
+def waits_for_replicas(jobs: str) -> bool:
+    """Whether all that systemd still does is to start replicas: loading an engine takes minutes, and the node is up."""
+    running = [fields[1] for line in jobs.splitlines() if (fields := line.split()) and fields[-1] == "running"]
+    return bool(running) and all(unit.startswith("vllm-replica@") for unit in running)
+
+
 def wait_for_boot(name: str, timeout_s: float = 120) -> str:
     """systemd's state once it has settled; says what it waits for."""
     start = time.monotonic()
@@ -759,6 +768,8 @@ def wait_for_boot(name: str, timeout_s: float = 120) -> str:
         state = done.stdout.strip() or done.stderr.strip() or state
         if state in ("running", "degraded"):
             return state
+        if state == "starting" and waits_for_replicas(run([client(), "exec", name, *LIST_JOBS]).stdout):
+            return "running; its replicas are still loading"
         if container_state(name) != "running":
             tail = run([client(), "logs", "--tail", "3", name])
             raise HostError(f"node {name} ended while booting: {(tail.stdout + tail.stderr).strip() or 'no output'}")
@@ -849,7 +860,7 @@ def down(name: str) -> None:
 
 
 def purge() -> None:
-    """Every node, volume and image, the dockerd that this tool started, and .demo/."""
+    """Every node, volume, image and virtual machine, the dockerd that this tool started, and .demo/."""
     if answering_client():
         for name in docker("ps", "-a", "--filter", f"label={LABEL}=node", "--format", "{{.Names}}").split():
             with step(f"removing node {name} and its volume"):
@@ -861,6 +872,10 @@ def purge() -> None:
     if ours.exists() and (pid := daemon_pid()) is not None and ours.read_text().strip() == str(pid):
         with step("stopping the dockerd that was started for the nodes"):
             stop_daemon(pid)
+    for pid_file in STATE.glob("vm/*/qemu.pid"):
+        if (pid := alive(pid_file, "qemu-system-x86")) is not None:
+            os.kill(pid, signal.SIGTERM)
+            say(f"ended the virtual machine {pid_file.parent.name}")
     if STATE.exists():
         shutil.rmtree(STATE)
         say(f"removed {STATE.name}/")

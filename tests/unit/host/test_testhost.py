@@ -278,3 +278,12 @@ def test_a_failed_command_says_which_and_how() -> None:
         testhost.checked(["sh", "-c", "echo why >&2; exit 3"])
     with pytest.raises(testhost.HostError, match="gave no result within"):
         testhost.checked(["sleep", "5"], timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("running", "up"),
+    [(["vllm-replica@0.service"], True), (["vllm-replica@0.service", "ssh.service"], False), ([], False)],
+)
+def test_a_node_whose_replicas_still_load_is_up(running: list[str], up: bool) -> None:
+    jobs = "".join(f"{number} {unit} start running\n" for number, unit in enumerate(running, 7))
+    assert testhost.waits_for_replicas(f"1 multi-user.target start waiting\n{jobs}") is up
