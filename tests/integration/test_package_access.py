@@ -15,6 +15,7 @@ PASSWORD = "proxy-pass-7f3a"
 HOLD_LOCK = (
     "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep(20)"
 )
+TRY_LOCK = "import fcntl; f = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,8 @@ def test_the_sites_ways_are_used_and_its_secrets_kept(bare: Node, certificate: P
 def test_without_the_proxy_and_with_apt_locked_for_a_while_the_node_is_prepared(bare: Node) -> None:
     sources = bare.ssh("cat /etc/apt/sources.list")
     bare.ssh(f'systemd-run --quiet --unit lock /usr/bin/python3 -c "{HOLD_LOCK}"')
+    # Without a lock that really is held, this would test nothing.
+    bare.ssh(f'for i in $(seq 50); do python3 -c "{TRY_LOCK}" 2>/dev/null || exit 0; sleep 0.1; done; exit 1')
     extra = {"package_access_apt_sources": "# the site's own\n" + sources}
     first = bare.playbook(extra=extra, playbook=PREPARE)
     assert first.rc == 0, first.tail()
