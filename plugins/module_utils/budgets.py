@@ -179,17 +179,18 @@ def full_length_requests(tokens: int, window: int) -> float:
     return round(tokens / window, 2)
 
 
-def check_window(window: int, tokens: int) -> Findings:
+def check_window(window: int, tokens: int, *, source: str = "the 8x document") -> Findings:
     """Refuse a context window that the KV cache cannot hold even once.
 
     :param window: tokens (``max_model_len``).
     :param tokens: what the KV cache holds, see :func:`kv_tokens`.
+    :param source: where the figure of :func:`kv_tokens` was measured.
     """
     if window <= tokens:
         return Findings()
     return _refuse(
         f"max_model_len: a request of {window:,} tokens does not fit the KV cache, which holds {tokens:,} (linear to "
-        f"the 8x document's measurement); set max_model_len to at most {tokens}, or raise kv_cache_memory"
+        f"{source}); set max_model_len to at most {tokens}, or raise kv_cache_memory"
     )
 
 
@@ -207,19 +208,27 @@ def vram_after_boot(kv_bytes: int, after_boot: Mapping[str, int], card_mib: int)
     )
 
 
-def check_vram(kv_bytes: int, after_boot: Mapping[str, int], measured_card_mib: int, card_mib: int | None) -> Findings:
+def check_vram(
+    kv_bytes: int,
+    after_boot: Mapping[str, int],
+    measured_card_mib: int,
+    card_mib: int | None,
+    *,
+    source: str = "the 8x document",
+) -> Findings:
     """Refuse a KV cache that leaves too little of the card, and warn of one that leaves less than was tried.
 
     :param kv_bytes: KV cache on each GPU.
     :param after_boot: see :func:`vram_after_boot`.
     :param measured_card_mib: memory of the card that was measured on.
     :param card_mib: memory of this card; None when the driver has not told yet.
+    :param source: where ``after_boot`` was measured.
     """
     total = measured_card_mib if card_mib is None else card_mib
     vram = vram_after_boot(kv_bytes, after_boot, total)
     tried = measured_card_mib - int(after_boot["mib"])
     said = (
-        f"kv_cache_memory: {gib_text(kv_bytes)} of KV cache and {vram.other_mib:,} MiB for all else (the 8x document) "
+        f"kv_cache_memory: {gib_text(kv_bytes)} of KV cache and {vram.other_mib:,} MiB for all else ({source}) "
         f"leave {vram.free_mib:,} of the card's {total:,} MiB"
     )
     if vram.free_mib < SMALLEST_FREE_MIB:
@@ -231,7 +240,7 @@ def check_vram(kv_bytes: int, after_boot: Mapping[str, int], measured_card_mib: 
         )
     if vram.free_mib < tried:
         return _warn(
-            f"{said} (estimated), less than the {tried:,} MiB of the 8x document; long prefills may run out of memory: "
+            f"{said} (estimated), less than the {tried:,} MiB of {source}; long prefills may run out of memory: "
             f"{gib_text(int(after_boot['kv_bytes']))} on a card of {measured_card_mib:,} MiB is what was tried"
         )
     return Findings()
@@ -408,14 +417,15 @@ def engram_padding(table_bytes: int, layers: int, gpus: int) -> int:
 def engram_is_packed(engine_args: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     """Tell whether the Engram tables are pinned at their own size.
 
-    Either by ``engram-config.use_thp`` (one mapping of huge pages for each table), or by PyTorch's setting
-    ``pinned_max_round_threshold_mb``, which must be below the smallest block (700 MiB of scales at four GPUs).
+    Either by ``engram-config.use_thp`` (one mapping of huge pages for each table), or by PyTorch's settings
+    ``pinned_max_round_threshold_mb`` and ``pinned_max_cached_size_mb``: larger blocks than either are not rounded, so one
+    of them must be below the smallest block (700 MiB of scales at four GPUs).
     """
     if any(name == "engram-config.use-thp" and _word(value) == "true" for name, _, value in _flat(engine_args)):
         return True
     settings = ",".join(str(environment.get(name, "")) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    threshold = re.search(r"pinned_max_round_threshold_mb:([0-9]{1,9})", settings)
-    return threshold is not None and int(threshold[1]) <= 512
+    limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:\s*([0-9]{1,9})\b", settings)
+    return any(int(limit) <= 512 for limit in limits)
 
 
 def host_memory(
@@ -590,15 +600,15 @@ def check_parallel(attention_heads: int, tensor_parallel: int, experts: int, exp
     :param expert_parallel: GPUs that share the routed experts; 1 for none.
     """
     refusals = []
-    for count, what, size, name in (
-        (attention_heads, "attention heads", tensor_parallel, "tensor_parallel_size"),
-        (experts, "routed experts", expert_parallel, "the expert parallel size (tensor_parallel_size)"),
+    for count, what, size in (
+        (attention_heads, "attention heads", tensor_parallel),
+        (experts, "routed experts", expert_parallel),
     ):
         if size < 1 or count % size:
-            fitting = [number for number in range(1, 17) if count % number == 0]
+            fitting = ", ".join(str(number) for number in range(1, 17) if count % number == 0)
             refusals.append(
-                f"{name}: {count} {what} do not divide by {size} (the model's config); "
-                f"take one of {', '.join(map(str, fitting))}"
+                f"tensor_parallel_size: {count} {what} do not divide by {size} (the model's config); "
+                f"take one of {fitting}"
             )
     return Findings(refusals=tuple(refusals))
 
