@@ -34,8 +34,8 @@ def test_numa_nodes_with_and_without_cpus_and_memory(tmp_path: Path) -> None:
     found = gpu_topology.read_numa_nodes(tmp_path)
     assert {node["id"]: node["cpus"] for node in found} == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7], 2: [], 10: [8, 9]}
     assert usable_numa_nodes(found, list(range(10))) == [
-        {"id": 0, "cpus": [0, 2, 4, 6], "memory_bytes": 2**20},
-        {"id": 1, "cpus": [1, 3, 5, 7], "memory_bytes": 2**21},
+        {"id": 0, "cpus": [0, 2, 4, 6], "memory_bytes": 2**20, "socket": None},
+        {"id": 1, "cpus": [1, 3, 5, 7], "memory_bytes": 2**21, "socket": None},
     ]
 
 
@@ -48,7 +48,7 @@ def test_eight_nodes(tmp_path: Path) -> None:
 
 def test_a_kernel_without_numa(tmp_path: Path) -> None:
     assert gpu_topology.read_numa_nodes(tmp_path / "node") == []
-    assert gpu_topology.read_gpus(tmp_path / "pci") == []
+    assert gpu_topology.read_gpus(tmp_path / "pci") == ([], [])
 
 
 def test_a_node_that_says_nonsense_is_named(tmp_path: Path) -> None:
@@ -73,9 +73,17 @@ def test_gpus_in_pci_order(tmp_path: Path) -> None:
     # a virtual machine does not tell, and a kernel without NUMA has no such file
     add_device(tmp_path, "0000:00:07.0", "0x10de", "0x030200", "-1")
     add_device(tmp_path, "0001:00:00.0", "0x10de", "0x030200", None)
-    found = [(gpu["pci_address"], gpu["numa_node"]) for gpu in gpu_topology.read_gpus(tmp_path)]
-    assert found == [("0000:00:07.0", None), ("0000:01:00.0", 0), ("0000:c1:00.0", 1), ("0001:00:00.0", None)]
-    assert {gpu["device_id"] for gpu in gpu_topology.read_gpus(tmp_path)} == {"0x2bb1"}
+    add_device(tmp_path, "10000:00:00.0", "0x10de", "0x030200", "0")
+    gpus, warnings = gpu_topology.read_gpus(tmp_path)
+    assert [(gpu["pci_address"], gpu["numa_node"]) for gpu in gpus] == [
+        ("0000:00:07.0", None),
+        ("0000:01:00.0", 0),
+        ("0000:c1:00.0", 1),
+        ("0001:00:00.0", None),
+        ("10000:00:00.0", 0),
+    ]
+    assert {gpu["device_id"] for gpu in gpus} == {"0x2bb1"}
+    assert warnings == []
 
 
 def tcp_line(port: int, inode: int, address: str = "0100007F") -> str:

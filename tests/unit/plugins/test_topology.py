@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import (
@@ -18,11 +19,13 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.topology import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugins.samples import numa_node
-
 # texts that are near what the kernel writes, and any others
 NEAR = st.text(alphabet="0123456789,- \n") | st.text() | st.from_regex(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9-]{1,8}){0,4}")
 HUGE = "9" * 5000
+
+
+def numa_node(number: int, cpus: list[int], gib: int = 64) -> dict[str, Any]:
+    return {"id": number, "cpus": cpus, "memory_bytes": gib * 2**30}
 
 
 @given(st.sets(st.integers(0, 4096)))
