@@ -8,33 +8,38 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.serving.gpu_node.plugins.module_utils.plan import (
-    PlanError,
-    build_plan,
-    describe_plan,
-    node_config,
-    resolve_plan,
-)
+from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
+from ansible_collections.serving.gpu_node.plugins.module_utils.plan import PlanError, build_plan, node_config
+from ansible_collections.serving.gpu_node.plugins.module_utils.release import ResolveError, resolve_plan
 
 
 def intent_plan(
-    profile: dict[str, Any], overrides: dict[str, Any], topology: dict[str, Any], client_auth: bool
+    profile: dict[str, Any],
+    overrides: dict[str, Any],
+    topology: dict[str, Any],
+    client_auth: bool,
+    sources: dict[str, Any],
 ) -> dict[str, Any]:
     """Return ``{"plan": intent plan or {}, "problems": [sentences]}``.
 
     The problems come back as data, so that the role can fail once with all of them and without a traceback.
     """
     try:
-        return {"plan": build_plan(profile, overrides, topology, client_auth), "problems": []}
+        return {"plan": build_plan(profile, overrides, topology, client_auth, sources), "problems": []}
     except PlanError as error:
         return {"plan": {}, "problems": error.problems}
 
 
-def resolved_plan(plan: dict[str, Any], model_digest: str, image: dict[str, str]) -> dict[str, Any]:
-    """Complete an intent plan; see ``plan.resolve_plan``."""
+def resolved_plan(
+    plan: dict[str, Any], digests: dict[str, str], image: dict[str, str], gpus: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Complete an intent plan; see ``release.resolve_plan``."""
     if plan.get("state") not in ("intent", "resolved"):
         raise AnsibleFilterError("resolved_plan needs a plan; run the role serving_plan first")
-    return resolve_plan(plan, model_digest, image)
+    try:
+        return resolve_plan(plan, digests, image, gpus)
+    except ResolveError as error:
+        raise AnsibleFilterError(str(error)) from error
 
 
 def differing_replicas(replicas: list[dict[str, Any]], status: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,13 @@ import math
 import re
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO
+
+# Where things lie inside the container.
+MODEL_PATH = "/model"
+DRAFTER_PATH = "/drafter"
+# Switches that cannot be turned off by a name of their own: they are off unless given.
+_WITHOUT_OPPOSITE = ("grpc", "headless")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9.-]*")
 # The plan decides these; an override would make the plan say something else than what runs.
 OWNED = {
@@ -18,8 +25,14 @@ OWNED = {
     "max-model-len": "set max_model_len",
     "max-num-seqs": "set max_num_seqs",
     "max-num-batched-tokens": "set max_num_batched_tokens",
+    "tensor-parallel-size": "set tensor_parallel_size",
+    "tp": "set tensor_parallel_size",
+    "enable-expert-parallel": "set expert_parallel",
+    "gpu-memory-utilization": "set gpu_memory_utilization",
     "kv-cache-memory-bytes": "set kv_cache_memory",
-    "speculative-config": "set speculative_method and speculative_tokens",
+    "kv-offloading-size": "set kv_offload_gb",
+    "kv-offloading-backend": "set kv_offload_gb",
+    "speculative-config": "set speculative_tokens, and drafter or speculative_method",
     "shutdown-timeout": "set shutdown_timeout",
     "config": "the plan writes this file itself",
     "api-key": "the engine's key is made on the node and never an argument",
@@ -46,6 +59,33 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int))
 
 
+def _value_problem(name: str, value: Any) -> str:
+    """Return what is wrong with an argument's value, or an empty text.
+
+    Each of these is taken by the engine's parser as something else than it says (seen with vLLM 0.33.0).
+    """
+    if not _is_plain(value):
+        return (
+            f"holds something that JSON has not: {value!r}; "
+            "give text (in quotes), numbers, booleans, lists and mappings with text keys"
+        )
+    if value is None:
+        return "is empty, which the engine reads as the text 'None'; leave the argument out"
+    if isinstance(value, str):
+        # Someone's shell quoting, kept literally, would reach the engine inside the value (and be ignored by it).
+        if value[:1] in ("'", '"'):
+            return f"begins with a quote: {value!r}; give the bare text, and JSON as a YAML mapping"
+        if value.lower() in ("true", "false"):
+            return f"is the text {value!r}, which the engine takes for something else; write it without quotes"
+        if not value or value.startswith("-"):
+            return f"is {value!r}, which the engine does not take for a value; give a text that begins otherwise"
+    if isinstance(value, list) and (
+        not value or any(isinstance(item, (dict, list, bool)) or item is None for item in value)
+    ):
+        return f"is {value!r}; the engine takes lists of texts and numbers, with one at least"
+    return ""
+
+
 def check_engine_args(args: dict[str, Any]) -> list[str]:
     """Return a sentence for every argument that an operator may not give, or not in this form."""
     problems = []
@@ -59,56 +99,123 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
         given[name] = key
         # The engine's parser also takes the beginning of a name, and one part of a mapping as name.part.
         owned = next((known for known in OWNED if name and known.startswith(name.partition(".")[0])), None)
+        if owned is None and name.startswith("no-"):
+            owned = next((known for known in OWNED if known == name.removeprefix("no-")), None)
         if owned is not None:
             # Its value is not looked at: it may be a key, and would be shown.
             problems.append(f"engine_args: '{key}' is not for overriding; {OWNED[owned]}")
             continue
-        if not _is_plain(value):
-            problems.append(
-                f"engine_args: the value of '{key}' holds something that JSON has not: {value!r}; "
-                "give text (in quotes), numbers, booleans, lists and mappings with text keys"
-            )
-        # Someone's shell quoting, kept literally, would reach the engine inside the value (and be ignored by it).
-        if isinstance(value, str) and value[:1] in ("'", '"'):
-            problems.append(
-                f"engine_args: the value of '{key}' begins with a quote: {value!r}; give the bare text, "
-                "and JSON as a YAML mapping"
-            )
+        whole = name.partition(".")[0]
+        other = next((known for known in given if known != name and whole in (known, known.partition(".")[0])), None)
+        # Two parts of one mapping go together; a part and the whole do not.
+        if other is not None and whole in (name, other):
+            problems.append(f"engine_args: '{key}' is also in '{given[other]}'; give one of them")
+        problem = _value_problem(name, value)
+        if problem:
+            problems.append(f"engine_args: the value of '{key}' {problem}")
     return problems
 
 
-def speculative_config(method: str, tokens: int) -> dict[str, Any] | None:
-    """Return vLLM's ``speculative-config``, or None for no speculation."""
-    if method == "none":
+def lay_over(args: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return ``args`` with ``more`` laid over; ``name.part`` changes that part of a mapping and leaves the others.
+
+    As an argument of its own, ``name.part`` would make the engine forget the whole mapping ``name``.
+    """
+    merged = dict(args)
+    for key, value in more.items():
+        name, *parts = normalise(key).split(".")
+        if parts:
+            base = merged.get(name)
+            # Parts of a mapping are the engine's own field names, with underscores.
+            merged[name] = _with_part(
+                base if isinstance(base, dict) else {}, [p.replace("-", "_") for p in parts], value
+            )
+        else:
+            merged[name] = value
+    return merged
+
+
+def _with_part(base: dict[str, Any], parts: list[str], value: Any) -> dict[str, Any]:
+    first, *rest = parts
+    inner = base.get(first)
+    return {**base, first: _with_part(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
+
+
+def config_lines(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as the engine's configuration file must spell them.
+
+    ``name: false`` changes nothing there; what turns a switch off is ``no-name: true``.
+    """
+    spelled = {}
+    for name, value in args.items():
+        if value is False:
+            if name not in _WITHOUT_OPPOSITE:
+                spelled[f"no-{name}"] = True
+        else:
+            spelled[name] = value
+    return spelled
+
+
+def speculative_config(settings: dict[str, Any], drafter_path: str) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative-config``, or None for no speculation.
+
+    :param settings: ``speculative_tokens`` and either ``drafter`` (a DSpark head) or ``speculative_method``.
+    :param drafter_path: where the head lies inside the container; empty when it is part of the model.
+    """
+    tokens = settings["speculative_tokens"]
+    if "drafter" in settings:
+        if settings["drafter"] == "none":
+            return None
+        config = {"method": "dspark", "num_speculative_tokens": tokens, "draft_sample_method": "probabilistic"}
+        return {**config, "model": drafter_path} if drafter_path else config
+    if settings["speculative_method"] == "none":
         return None
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens}
-    if method == "ngram":
+    config = {"method": settings["speculative_method"], "num_speculative_tokens": tokens}
+    if config["method"] == "ngram":
         config |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
     return config
 
 
-def engine_args(settings: dict[str, Any], fixed: dict[str, Any], model_path: str, port: int) -> dict[str, Any]:
+def engine_args(
+    settings: dict[str, Any],
+    fixed: dict[str, Any],
+    port: int,
+    graph_sizes: list[int],
+    kv_offload_gib: float,
+    drafter_path: str,
+) -> dict[str, Any]:
     """Return the complete arguments of one replica.
 
     :param settings: resolved settings (see ``settings.SETTINGS``).
     :param fixed: arguments that the profile sets and no setting covers.
-    :param model_path: where the model lies inside the container.
     :param port: loopback TCP port.
+    :param graph_sizes: rows of each CUDA graph; empty leaves the choice to the engine.
+    :param kv_offload_gib: KV cache in host memory, GiB summed over the replica's GPUs; 0 for none.
+    :param drafter_path: see :func:`speculative_config`.
     """
     args: dict[str, Any] = {
-        "model": model_path,
+        "model": MODEL_PATH,
         "served-model-name": settings["served_model_name"],
         "host": "127.0.0.1",
         "port": port,
         "max-model-len": settings["max_model_len"],
         "max-num-seqs": settings["max_num_seqs"],
         "max-num-batched-tokens": settings["max_num_batched_tokens"],
-        "kv-cache-memory-bytes": settings["kv_cache_memory"],
         "shutdown-timeout": settings["shutdown_timeout"],
     }
-    args |= {normalise(name): value for name, value in fixed.items()}
-    speculation = speculative_config(settings["speculative_method"], settings["speculative_tokens"])
+    if "tensor_parallel_size" in settings:
+        args["tensor-parallel-size"] = settings["tensor_parallel_size"]
+    if settings.get("expert_parallel"):
+        args["enable-expert-parallel"] = True
+    if settings["kv_cache_memory"] == AUTO:
+        args["gpu-memory-utilization"] = settings["gpu_memory_utilization"]
+    else:
+        args["kv-cache-memory-bytes"] = settings["kv_cache_memory"]
+    if graph_sizes:
+        args["cudagraph-capture-sizes"] = graph_sizes
+    if kv_offload_gib:
+        args |= {"kv-offloading-size": kv_offload_gib, "kv-offloading-backend": "native"}
+    speculation = speculative_config(settings, drafter_path)
     if speculation is not None:
         args["speculative-config"] = speculation
-    args |= {normalise(name): value for name, value in settings["engine_args"].items()}
-    return args
+    return lay_over(lay_over(args, fixed), settings["engine_args"])

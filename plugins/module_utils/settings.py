@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 # What podman takes for --memory and --shm-size: a whole number of bytes, or of binary k, m, g.
 _PODMAN_SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
 _PODMAN_FACTORS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-# What vLLM's human-readable integers take: k, m, g, t are decimal and K, M, G, T binary; 18GiB is refused by it.
-_VLLM_SIZE = re.compile(r"[1-9][0-9]*(?:\.[0-9]+)?[kKmMgGtT]?")
+# vLLM's human-readable integers: k, m, g, t are decimal, and only they take a fraction; K, M, G, T are binary.
+_VLLM_SIZE = re.compile(r"[1-9][0-9]*(?:(?:\.[0-9]+)?[kmgt]|[KMGT])?")
 
 
 class SettingsError(ValueError):
@@ -28,8 +29,8 @@ class SettingsError(ValueError):
 class Setting:
     """One setting an operator may override.
 
-    ``kind`` is ``int``, ``text``, ``podman_size``, ``vllm_size`` or ``mapping``; ``environment`` is the name that the
-    source recipe uses for it.
+    ``kind`` is ``int``, ``number``, ``flag``, ``text``, ``podman_size``, ``vllm_size``, ``list`` or ``mapping``;
+    ``environment`` is the name that the source recipe, or the kernels' plugin, uses for it.
     """
 
     kind: str
@@ -43,16 +44,71 @@ class Setting:
 
 SETTINGS: dict[str, Setting] = {
     "replicas": Setting("int", "replicas", "vLLM servers on this node", minimum=1, maximum=64),
+    "gpus": Setting(
+        "list", "PCI addresses", "the GPUs to serve with; empty takes every one that the profile is made for"
+    ),
+    "mixed_gpus": Setting("flag", "", "lets one replica have GPUs of different models: the slowest one sets its pace"),
+    "span_sockets": Setting(
+        "flag", "", "lets one replica have GPUs on different sockets: slower, and more memory traffic"
+    ),
     "cpus_per_replica": Setting(
         "int", "CPUs", "CPUs that each replica is pinned to; 0 shares those of its NUMA node evenly", maximum=4096
     ),
     "served_model_name": Setting("text", "", "the model name that clients ask for"),
+    "tensor_parallel_size": Setting("int", "GPUs", "GPUs of each replica", minimum=1, maximum=16),
+    "expert_parallel": Setting("flag", "", "gives each GPU whole experts (as many groups as the replica has GPUs)"),
     "max_model_len": Setting("int", "tokens", "context window", "MAX_MODEL_LEN", minimum=16),
     "max_num_seqs": Setting("int", "sequences", "sequences decoded at once", "MAX_NUM_SEQS", minimum=1, maximum=65536),
     "max_num_batched_tokens": Setting("int", "tokens", "prefill chunk", "MAX_BATCHED", minimum=16),
-    "kv_cache_memory": Setting("vllm_size", "bytes (18G is 18 GiB, 18g is decimal)", "KV cache per device", "KV_MEM"),
-    "speculative_method": Setting("text", "", "how draft tokens are made", choices=("none", "ngram", "mtp", "dspark")),
+    "gpu_memory_utilization": Setting(
+        "number",
+        "share",
+        "part of each GPU's memory that weights, KV cache and activations may use",
+        minimum=0,
+        maximum=1,
+    ),
+    "kv_cache_memory": Setting(
+        "vllm_size", "bytes (18G is 18 GiB, 18g is decimal)", "KV cache of each device", "KV_MEM"
+    ),
+    "kv_offload_gb": Setting(
+        "int", "GB (decimal)", "KV cache in host memory, for a whole replica; 0 is none", "KV_OFFLOAD_GB", maximum=16384
+    ),
+    "speculative_method": Setting("text", "", "how draft tokens are made", choices=("none", "ngram", "mtp")),
     "speculative_tokens": Setting("int", "tokens", "draft tokens per step", "SPEC_K", minimum=1, maximum=64),
+    "drafter": Setting(
+        "text",
+        "",
+        "the DSpark head that drafts tokens: `released` comes with the model, `code` is tuned for code",
+        "DS41_DRAFTER",
+        choices=("code", "released", "none"),
+    ),
+    "chunked_indexer": Setting("flag", "", "decodes the sparse indexer in chunks of whole sequences", "DS41_IDX_CHUNK"),
+    "length_aware_topk": Setting("flag", "", "top-k of the indexer over each sequence's own length", "DS41_ROWTOPK"),
+    "moe_kernel": Setting("flag", "", "the deterministic MoE kernel for decode batches", "DS41_XMOE"),
+    "moe_flat_max_rows": Setting(
+        "int",
+        "rows",
+        "largest decode batch on the MoE kernel's flat path",
+        "XMOE_FLAT_MAX_BSZ",
+        minimum=1,
+        maximum=1152,
+    ),
+    "all_reduce_8bit": Setting("flag", "", "8-bit all-reduce between the GPUs of a replica", "DS41_AR8"),
+    "all_reduce_8bit_min_rows": Setting(
+        "int", "rows", "smallest batch on the 8-bit all-reduce", "DS41_AR8_MIN_ROWS", minimum=1, maximum=1048576
+    ),
+    "pcie_all_reduce": Setting(
+        "flag", "", "FlashInfer's PCIe IPC all-reduce for smaller batches", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"
+    ),
+    "packed_engram_gather": Setting("flag", "", "gathers Engram rows as they are stored", "DS41_ENGRAM_PACKED"),
+    "gathered_lm_head": Setting("flag", "", "gathers the lm_head once instead of logits each step", "DS41_LMHEAD_REPL"),
+    "replicated_wkv_min_rows": Setting(
+        "int",
+        "rows",
+        "prefill chunks from this size on use Engram's wkv whole on every GPU; 0 never does",
+        "DS41_WKV_REPL_MIN_ROWS",
+        maximum=1048576,
+    ),
     "container_memory": Setting(
         "podman_size", "bytes (4g is 4 GiB)", "memory cap of each replica's container", "CONTAINER_MEM"
     ),
@@ -76,6 +132,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "engine_args": Setting("mapping", "", "more vLLM arguments by their long names, laid over the profile's"),
 }
+# A setting of this value is worked out by the plan, where the profile itself says so.
+AUTO = "auto"
 
 # The types by the names that argument specifications use: Ansible hands in subclasses whose own names say nothing.
 _TYPES = (bool, int, float, str, dict, list)
@@ -88,13 +146,13 @@ def podman_bytes(size: str) -> int:
     return int(size.rstrip("bkmg")) * _PODMAN_FACTORS.get(size[-1], 1)
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str, profile: Iterable[str]) -> str:
     # Known names are lower case and the recipe's upper case: compare without it, or MAX_NUM_SEQ is near nothing. Of a
     # pair like max_num_seqs and MAX_NUM_SEQS the last one here stays, which is the one in the case that was asked in.
-    names = (*SETTINGS, *_BY_ENVIRONMENT) if name.isupper() else (*_BY_ENVIRONMENT, *SETTINGS)
-    known = {key.lower(): key for key in names}
-    match = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
-    return known[match[0]]
+    ours = [key for key in SETTINGS if key in profile]
+    recipe = [key for key, setting in _BY_ENVIRONMENT.items() if setting in profile]
+    known = {key.lower(): key for key in ([*ours, *recipe] if name.isupper() else [*recipe, *ours])}
+    return known[difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]]
 
 
 def type_word(value: Any) -> str:
@@ -104,17 +162,31 @@ def type_word(value: Any) -> str:
     return next((kind.__name__ for kind in _TYPES if isinstance(value, kind)), "of another type")
 
 
+def _number_problem(name: str, setting: Setting, value: Any) -> str:
+    shown = f"{name}: {value!r}"
+    whole = setting.kind == "int"
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        wanted, example = ("a whole number", "8") if whole else ("a number", "0.93")
+        return f"{shown} is {type_word(value)}, {wanted} of {setting.unit} is needed; write {name}: {example}"
+    if not setting.minimum <= value <= setting.maximum:
+        return f"{shown} is outside {setting.minimum} to {setting.maximum} {setting.unit}"
+    return ""
+
+
 def _type_problem(name: str, setting: Setting, value: Any) -> str:
     """Return a sentence that says why ``value`` cannot be ``name``, or an empty string."""
     shown = f"{name}: {value!r}"
-    if setting.kind == "int":
-        if isinstance(value, bool) or not isinstance(value, int):
-            return f"{shown} is {type_word(value)}, a whole number of {setting.unit} is needed; write {name}: 8"
-        if not setting.minimum <= value <= setting.maximum:
-            return f"{shown} is outside {setting.minimum} to {setting.maximum} {setting.unit}"
+    if setting.kind in ("int", "number"):
+        return _number_problem(name, setting, value)
+    if setting.kind == "flag":
+        if not isinstance(value, bool):
+            return f"{shown} is {type_word(value)}, true or false is needed; write {name}: true"
     elif setting.kind == "mapping":
         if not isinstance(value, dict):
             return f"{shown} is {type_word(value)}, a mapping is needed; write {name}: {{}} for none"
+    elif setting.kind == "list":
+        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+            return f"{shown} is no list of {setting.unit}; write {name}: [] for none, and each of them in quotes"
     elif not isinstance(value, str) or not value:
         return f"{shown} is {type_word(value)}, a text is needed; put it in quotes"
     elif setting.choices and value not in setting.choices:
@@ -126,33 +198,55 @@ def _type_problem(name: str, setting: Setting, value: Any) -> str:
     return ""
 
 
+def _value(name: str, key: str, value: Any) -> Any:
+    """Return a value as the setting has it: by the recipe's name a switch is 0 or 1."""
+    if key != name and SETTINGS[name].kind == "flag" and not isinstance(value, bool) and value in (0, 1, "0", "1"):
+        return value in (1, "1")
+    return value
+
+
 def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Lay overrides over a profile's defaults.
 
-    :param defaults: a value for every name of :data:`SETTINGS`.
+    :param defaults: the profile's value for each setting that it has; settings it does not list mean nothing to it.
     :param overrides: values by our names, or by the source recipe's environment names.
     :raises SettingsError: with a sentence for every unknown name, wrong type and value out of range.
     """
-    problems: list[str] = []
+    problems = [
+        f"the profile has a value for '{name}', which is no setting" for name in defaults if name not in SETTINGS
+    ]
     settings = dict(defaults)
     given: dict[str, str] = {}
     for key, value in overrides.items():
+        if key == "PROFILE":
+            problems.append(f"PROFILE: {value!r} cannot be set here; set serving_plan_profile")
+            continue
         name = _BY_ENVIRONMENT.get(key, key)
         if name not in SETTINGS:
-            problems.append(f"unknown setting '{key}'; the nearest known one is '{_nearest(str(key))}'")
+            problems.append(f"unknown setting '{key}'; the nearest known one is '{_nearest(str(key), defaults)}'")
+            continue
+        if name not in defaults:
+            problems.append(f"'{key}' means nothing to this profile; leave it out")
             continue
         if name in given:
             problems.append(f"'{key}' and '{given[name]}' are the same setting; give one of them")
         given[name] = key
-        settings[name] = value
-    missing = sorted(set(SETTINGS) - set(settings))
-    if missing:
-        problems.append(f"the profile has no value for {', '.join(missing)}")
-    for name in SETTINGS:
-        if name in settings:
-            problem = _type_problem(name, SETTINGS[name], settings[name])
+        settings[name] = _value(name, key, value)
+    for name, value in settings.items():
+        if name in SETTINGS and not (value == AUTO and defaults[name] == AUTO):
+            problem = _type_problem(name, SETTINGS[name], value)
             if problem:
                 problems.append(problem)
     if problems:
         raise SettingsError(problems)
     return settings
+
+
+def recipe_environment(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the settings that the source recipe knows, by its names, so that whoever knows the recipe finds them."""
+    found = {}
+    for name, value in settings.items():
+        environment = SETTINGS[name].environment
+        if environment and value != AUTO:
+            found[environment] = str(int(value)) if isinstance(value, bool) else str(value)
+    return found

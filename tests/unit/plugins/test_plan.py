@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import OWNED
+from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
+from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import OWNED, config_lines
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import digest
-from ansible_collections.serving.gpu_node.plugins.module_utils.plan import (
-    PlanError,
-    build_plan,
-    check_memory,
-    describe_plan,
-    node_config,
-    release_files,
-    release_of,
-    resolve_plan,
-    share_cpus,
-)
-from ansible_collections.serving.gpu_node.plugins.module_utils.settings import SETTINGS
+from ansible_collections.serving.gpu_node.plugins.module_utils.placement import PlacementError, place_on_cpus
+from ansible_collections.serving.gpu_node.plugins.module_utils.plan import PlanError, build_plan, node_config
+from ansible_collections.serving.gpu_node.plugins.module_utils.profile_budget import check_caps
+from ansible_collections.serving.gpu_node.plugins.module_utils.release import release_files, release_of, resolve_plan
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import parse_cpu_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +33,7 @@ from tests.unit.plugins.samples import (
     topology,
 )
 
+DIGESTS = {"model": MODEL}
 TWO_NODES = topology([numa_node(0, [0, 2, 4, 6]), numa_node(1, [1, 3, 5, 7])])
 
 
@@ -85,10 +79,9 @@ def test_memory_caps_beyond_a_numa_node() -> None:
 
 
 def test_memory_caps_that_just_fit() -> None:
-    nodes = [numa_node(0, [0, 1], gib=6)]
-    placed = share_cpus(nodes, 2, 0)
-    assert check_memory(nodes, placed, "3g") == []
-    assert len(check_memory(nodes, placed, "3221225473b")) == 1
+    placed = place_on_cpus(topology([numa_node(0, [0, 1], gib=6)]), 2, 0)
+    assert check_caps(placed, "3g") == []
+    assert len(check_caps(placed, "3221225473b")) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,9 +207,9 @@ def test_replicas_are_dealt_to_the_numa_nodes() -> None:
 
 def test_the_node_with_more_cpus_gets_more_replicas() -> None:
     nodes = [numa_node(0, [0, 5]), numa_node(5, [1, 2, 3, 4, 6, 7])]
-    placed = share_cpus(nodes, 4, 0)
-    assert [place["numa_node"] for place in placed] == [0, 5, 5, 5]
-    assert [place["cpus"] for place in placed] == [[0, 5], [1, 2], [3, 4], [6, 7]]
+    placed = place_on_cpus(topology(nodes), 4, 0)
+    assert [place.domain.nodes for place in placed] == [(0,), (5,), (5,), (5,)]
+    assert [place.cpus for place in placed] == [[0, 5], [1, 2], [3, 4], [6, 7]]
 
 
 def test_as_many_cpus_as_asked_for() -> None:
@@ -251,18 +244,18 @@ def test_every_replica_has_cpus_of_its_own_inside_one_node(
 ) -> None:
     total = sum(len(node["cpus"]) for node in nodes)
     try:
-        placed = share_cpus(nodes, replicas, per_replica)
-    except PlanError:
+        placed = place_on_cpus(topology(nodes), replicas, per_replica)
+    except PlacementError:
         # without a wish for their number, only a lack of CPUs stands in the way
         assert per_replica or replicas > total
         return
     assert len(placed) == replicas
     used: list[int] = []
     for place in placed:
-        (node,) = [node for node in nodes if node["id"] == place["numa_node"]]
-        assert set(place["cpus"]) <= set(node["cpus"])
-        assert len(place["cpus"]) == per_replica if per_replica else place["cpus"]
-        used += place["cpus"]
+        (node,) = [node for node in nodes if (node["id"],) == place.domain.nodes]
+        assert set(place.cpus) <= set(node["cpus"])
+        assert len(place.cpus) == per_replica if per_replica else place.cpus
+        used += place.cpus
     assert len(used) == len(set(used))
 
 
@@ -326,7 +319,7 @@ def test_the_id_is_the_hash_of_the_release_without_it() -> None:
 
 def test_resolving_twice_changes_nothing() -> None:
     once = resolved()
-    assert resolve_plan(once, MODEL, IMAGE) == once
+    assert resolve_plan(once, DIGESTS, IMAGE, []) == once
 
 
 @pytest.mark.parametrize("overrides", NOT_THE_CONTAINERS)
@@ -344,7 +337,7 @@ def test_what_is_the_containers_makes_a_new_release(overrides: dict[str, Any]) -
 def test_every_setting_is_one_of_the_two() -> None:
     """A new setting has to be added to one of the lists above."""
     tested = {name for overrides in NOT_THE_CONTAINERS + THE_CONTAINERS for name in overrides}
-    assert tested | {"cpus_per_replica"} == set(SETTINGS)
+    assert tested | {"cpus_per_replica"} == set(cpu_profile()["settings"])
 
 
 def test_other_artifacts_or_cpus_make_a_new_release() -> None:
@@ -360,7 +353,7 @@ def test_other_artifacts_or_cpus_make_a_new_release() -> None:
 def test_what_the_profile_gives_the_engine_makes_a_new_release(part: str) -> None:
     profile = cpu_profile()
     profile[part]["SOMETHING-NEW"] = "1"
-    plan = resolve_plan(build_plan(profile, {}, topology(), False), MODEL, IMAGE)
+    plan = resolve_plan(build_plan(profile, {}, topology(), False, {}), DIGESTS, IMAGE, [])
     assert ids(plan)[0] != ids(resolved())[0]
 
 
@@ -431,10 +424,11 @@ NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,12}", fullmatch=True) | st.sampled_fro
 
 def loads_as_written(arguments: dict[str, Any]) -> None:
     text = release_files({"engine_args": arguments, "env": {}})["engine.yaml"]
-    loaded = yaml.safe_load(text) if arguments else {}
+    loaded = (yaml.safe_load(text) if text else None) or {}
+    spelled = config_lines(arguments)
     # as text, so that 1 and 1.0 and True differ
-    assert json.dumps(loaded, sort_keys=True) == json.dumps(arguments, sort_keys=True)
-    assert len(text.splitlines()) == len(arguments)
+    assert json.dumps(loaded, sort_keys=True) == json.dumps(spelled, sort_keys=True)
+    assert len(text.splitlines()) == len(spelled)
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
@@ -458,7 +452,7 @@ def test_the_engines_file_of_the_plan() -> None:
 def test_inputs_are_left_alone() -> None:
     profile, node, overrides = cpu_profile(), topology(), {"engine_args": {"dtypes": [1]}}
     before = copy.deepcopy((profile, node, overrides))
-    resolve_plan(build_plan(profile, overrides, node, False), MODEL, IMAGE)
+    resolve_plan(build_plan(profile, overrides, node, False, {}), DIGESTS, IMAGE, [])
     assert (profile, node, overrides) == before
 
 
@@ -489,16 +483,32 @@ def test_systemd_waits_longer_than_what_it_waits_for() -> None:
 
 
 def test_the_plan_of_a_bare_node_as_lines() -> None:
-    lines = describe_plan(intent({"max_num_seqs": 8}), {})
-    assert lines[:4] == [
+    assert describe_plan(intent({"max_num_seqs": 8, "speculative_method": "none"}), {}) == [
         "profile cpu (intent): model tiny-deepseek-v3 served as 'tiny'",
         "balancer on 127.0.0.1:8080, replicas on loopback",
-        "changed from the profile: max_num_seqs=8",
-        "replica 0: vllm-replica@0.service port 8000 CPUs 0 memory node 0 cap 3g",
+        'changed from the profile: max_num_seqs=8, speculative_method="none"',
+        "--- the machine ---",
+        "NUMA node 0: CPUs 0-1, 64 GiB",
+        "  +-- replica 0: vllm-replica@0.service port 8000 CPUs 0 memory node 0 cap 3g",
+        "  +-- replica 1: vllm-replica@1.service port 8001 CPUs 1 memory node 0 cap 3g",
+        "--- engine ---",
+        "vllm serve /model",
+        "--disable-uvicorn-access-log",
+        "--distributed-executor-backend uni",
+        "--enforce-eager",
+        "--host 127.0.0.1",
+        "--kv-cache-memory-bytes 64M",
+        "--max-model-len 2048",
+        "--max-num-batched-tokens 2048",
+        "--max-num-seqs 8",
+        "--port 8000",
+        "--served-model-name tiny",
+        "--shutdown-timeout 60",
+        "replica 1 the same, but for --port 8001",
+        "--- what changes ---",
+        "replica 0: release auto; none now, will be started",
+        "replica 1: release auto; none now, will be started",
     ]
-    assert lines[4].startswith('  engine: {"disable-uvicorn-access-log":true,')
-    assert lines[5] == "  release: auto; none now, will be started"
-    assert len(lines) == 3 + 2 * 3
 
 
 def running(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -506,21 +516,21 @@ def running(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def release_lines(plan: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [line.strip() for line in describe_plan(plan, now) if line.startswith("  release:")]
+    return [line.partition(": ")[2] for line in describe_plan(plan, now) if ": release " in line]
 
 
 def test_what_stays_is_said() -> None:
     plan = resolved()
     now = running(plan)
-    assert release_lines(plan, now)[0] == f"release: {ids(plan)[0]} stays"
-    assert release_lines(intent(), now)[0] == f"release: {ids(plan)[0]} stays unless image or model change"
+    assert release_lines(plan, now)[0] == f"release {ids(plan)[0]} stays"
+    assert release_lines(intent(), now)[0] == f"release {ids(plan)[0]} stays unless image or model change"
 
 
 def test_what_is_switched_is_said_with_old_and_new_value() -> None:
     now = running(resolved())
     plan = resolved({"max_num_seqs": 8})
     line = release_lines(plan, now)[0]
-    assert line.startswith(f"release: {ids(resolved())[0]} -> {ids(plan)[0]}, will be switched: ")
+    assert line.startswith(f"release {ids(resolved())[0]} -> {ids(plan)[0]}, will be switched: ")
     assert "max-num-seqs 16 -> 8" in line
     assert 'MAX_NUM_SEQS "16" -> "8"' in line
     moved = release_lines(intent({"replicas": 1}), now)
@@ -534,12 +544,12 @@ def test_a_new_image_is_said() -> None:
 
 def test_a_change_of_the_container_alone_is_said_before_anything_changes() -> None:
     line = release_lines(intent({"shm_size": "128m"}), running(resolved()))[0]
-    assert line == f"release: {ids(resolved())[0]} -> auto, will be switched: image, model or container settings"
+    assert line == f"release {ids(resolved())[0]} -> auto, will be switched: image, model or container settings"
 
 
 def test_a_replica_that_cannot_be_read_is_started_and_a_surplus_one_removed() -> None:
     lines = describe_plan(intent({"replicas": 1}), {**running(resolved()), "0": {}, "10": {}})
-    assert "  release: auto; none now, will be started" in lines
+    assert "replica 0: release auto; none now, will be started" in lines
     assert lines[-2:] == [
         "replica 1: no longer in the plan, will be drained, stopped and removed",
         "replica 10: no longer in the plan, will be drained, stopped and removed",

@@ -11,7 +11,7 @@ from ansible_collections.serving.gpu_node.plugins.filter.plan import (
     resolved_plan,
 )
 
-from tests.unit.plugins.samples import IMAGE, MODEL, cpu_profile, resolved, topology
+from tests.unit.plugins.samples import IMAGE, MODEL, cpu_profile, intent, resolved, topology
 
 
 def test_the_names_that_roles_use() -> None:
@@ -25,17 +25,24 @@ def test_the_names_that_roles_use() -> None:
 
 
 def test_problems_come_back_as_data() -> None:
-    answer = intent_plan(cpu_profile(), {"replicas": 9, "balancer_address": "0.0.0.0"}, topology(), False)
+    answer = intent_plan(cpu_profile(), {"replicas": 9, "balancer_address": "0.0.0.0"}, topology(), False, {})
     assert answer["plan"] == {}
     assert [text.split(":")[0] for text in answer["problems"]] == ["balancer_address", "replicas"]
 
 
 def test_a_plan_is_completed() -> None:
-    answer = intent_plan(cpu_profile(), {}, topology(), False)
+    answer = intent_plan(cpu_profile(), {}, topology(), False, {})
     assert answer["problems"] == []
-    assert resolved_plan(answer["plan"], MODEL, IMAGE) == resolved()
+    assert resolved_plan(answer["plan"], {"model": MODEL}, IMAGE, []) == resolved()
     with pytest.raises(AnsibleFilterError, match="run the role serving_plan first"):
-        resolved_plan({}, MODEL, IMAGE)
+        resolved_plan({}, {"model": MODEL}, IMAGE, [])
+
+
+def test_a_card_that_the_driver_does_not_see_is_the_filters_error() -> None:
+    plan = intent(name="2x")
+    cards = [{**card, "uuid": ""} for card in plan["topology"]["gpus"]]
+    with pytest.raises(AnsibleFilterError, match=r"the driver does not see GPU 0000:00:00\.0"):
+        resolved_plan(plan, {"model": MODEL}, IMAGE, cards)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     SETTINGS,
     SettingsError,
     podman_bytes,
+    recipe_environment,
     resolve_settings,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugins.samples import cpu_profile
+from tests.unit.plugins.samples import cpu_profile, profile
 
 DEFAULTS: dict[str, Any] = cpu_profile()["settings"]
 ENVIRONMENT = {item.environment: name for name, item in SETTINGS.items() if item.environment}
@@ -41,14 +42,23 @@ def problems(overrides: dict[str, Any]) -> list[str]:
 
 
 def test_the_profile_has_a_good_value_for_every_setting() -> None:
-    assert set(DEFAULTS) == set(SETTINGS)
-    assert resolve_settings(DEFAULTS, {}) == DEFAULTS
+    for name in ("cpu", "2x", "8x"):
+        defaults = profile(name)["settings"]
+        assert resolve_settings(defaults, {}) == defaults
+        # what every node needs, whatever serves on it
+        assert {"replicas", "cpus_per_replica", "max_model_len", "kv_cache_memory", "container_memory"} <= set(defaults)
+        assert {"shm_size", "first_port", "balancer_port", "start_timeout", "engine_args"} <= set(defaults)
+
+
+def test_every_setting_is_in_a_profile() -> None:
+    used = {setting for name in ("cpu", "2x", "8x") for setting in profile(name)["settings"]}
+    assert used == set(SETTINGS)
 
 
 def test_every_setting_is_described() -> None:
     for name, setting in SETTINGS.items():
         assert setting.description, name
-        assert setting.unit or setting.kind in ("text", "mapping"), name
+        assert setting.unit or setting.kind in ("text", "mapping", "flag"), name
 
 
 @pytest.mark.parametrize(
@@ -120,7 +130,7 @@ def test_an_unknown_setting_is_named_with_the_nearest_one(key: str, nearest: str
             {"container_memory": "1.5g"},
             "container_memory: '1.5g' is no size that podman takes; write a whole number and b, k, m or g, like 4g",
         ),
-        ({"speculative_method": "medusa"}, "speculative_method: 'medusa' is not one of none, ngram, mtp, dspark"),
+        ({"speculative_method": "medusa"}, "speculative_method: 'medusa' is not one of none, ngram, mtp"),
         (
             {"engine_args": ["--a"]},
             "engine_args: ['--a'] is list, a mapping is needed; write engine_args: {} for none",
@@ -150,15 +160,83 @@ def test_all_wrong_settings_are_named_at_once() -> None:
     ]
 
 
-def test_a_profile_without_a_value_is_named() -> None:
-    with pytest.raises(SettingsError, match="the profile has no value for replicas, shm_size"):
-        resolve_settings({key: value for key, value in DEFAULTS.items() if key not in ("replicas", "shm_size")}, {})
+def test_a_profile_with_an_unknown_setting_is_named() -> None:
+    with pytest.raises(SettingsError, match="the profile has a value for 'nonsense', which is no setting"):
+        resolve_settings({**DEFAULTS, "nonsense": 1}, {})
+
+
+@pytest.mark.parametrize("key", ["kv_offload_gb", "KV_OFFLOAD_GB", "drafter"])
+def test_a_setting_of_another_profile_is_named(key: str) -> None:
+    assert problems({key: 1}) == [f"'{key}' means nothing to this profile; leave it out"]
+
+
+def test_the_profile_itself_is_no_setting() -> None:
+    assert problems({"PROFILE": "8x"}) == ["PROFILE: '8x' cannot be set here; set serving_plan_profile"]
+
+
+def example(setting: Any) -> Any:
+    examples = {"vllm_size": "9G", "podman_size": "9g", "flag": True, "number": 0.5, "int": 32}
+    return setting.choices[0] if setting.choices else examples[setting.kind]
 
 
 @pytest.mark.parametrize(("environment", "name"), ENVIRONMENT.items())
 def test_the_recipes_names_are_taken(environment: str, name: str) -> None:
-    value = "9G" if SETTINGS[name].kind == "vllm_size" else "9g" if SETTINGS[name].kind == "podman_size" else 32
-    assert resolve_settings(DEFAULTS, {environment: value})[name] == value
+    value = example(SETTINGS[name])
+    where = profile("8x")["settings"]
+    assert resolve_settings(where, {environment: value})[name] == value
+
+
+@pytest.mark.parametrize(("given", "value"), [(0, False), (1, True), ("0", False), ("1", True), (True, True)])
+def test_a_switch_of_the_recipe_is_0_or_1(given: Any, value: bool) -> None:
+    assert resolve_settings(profile("8x")["settings"], {"DS41_IDX_CHUNK": given})["chunked_indexer"] is value
+
+
+@pytest.mark.parametrize("given", [0, 1, "1", "yes", None])
+def test_by_our_name_a_switch_is_true_or_false(given: Any) -> None:
+    with pytest.raises(SettingsError, match="true or false is needed; write chunked_indexer: true"):
+        resolve_settings(profile("8x")["settings"], {"chunked_indexer": given})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"gpus": "0000:01:00.0"}, "gpus: '0000:01:00.0' is no list of PCI addresses; write gpus: [] for none"),
+        ({"gpus": [1]}, "gpus: [1] is no list of PCI addresses"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization: 1.2 is outside 0 to 1 share"),
+        ({"gpu_memory_utilization": "0.9"}, "is str, a number of share is needed; write gpu_memory_utilization: 0.93"),
+        ({"drafter": "medusa"}, "drafter: 'medusa' is not one of code, released, none"),
+        ({"tensor_parallel_size": "auto"}, "tensor_parallel_size: 'auto' is str, a whole number of GPUs is needed"),
+    ],
+)
+def test_a_wrong_value_of_a_gpu_profile_is_named(overrides: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        resolve_settings(profile("2x")["settings"], overrides)
+    (found,) = caught.value.problems
+    assert problem in found
+
+
+def test_auto_is_taken_where_the_profile_has_it() -> None:
+    assert resolve_settings(profile("2x")["settings"], {"shm_size": "auto"})["shm_size"] == "auto"
+    assert "is no size that podman takes" in problems({"shm_size": "auto"})[0]
+
+
+@pytest.mark.parametrize("size", ["1.5G", "18GiB", "18GB", "0.5", "-1g", "18 G"])
+def test_sizes_that_the_engines_parser_refuses(size: str) -> None:
+    assert "is no size that vLLM takes" in problems({"kv_cache_memory": size})[0]
+
+
+@pytest.mark.parametrize("size", ["1.5g", "18G", "18g", "64M", "1048576"])
+def test_sizes_that_the_engines_parser_takes(size: str) -> None:
+    assert resolve_settings(DEFAULTS, {"kv_cache_memory": size})["kv_cache_memory"] == size
+
+
+def test_the_environment_has_the_recipes_names_and_spelling() -> None:
+    found = recipe_environment(resolve_settings(profile("8x")["settings"], {"chunked_indexer": False}))
+    assert found["KV_MEM"] == "18G"
+    assert found["DS41_IDX_CHUNK"] == "0"
+    assert found["DS41_ROWTOPK"] == "1"
+    # what the plan works out is no value of the recipe
+    assert "KV_MEM" not in recipe_environment(profile("2x")["settings"])
 
 
 @pytest.mark.parametrize(
@@ -176,5 +254,5 @@ def test_any_overrides_are_settings_or_the_named_error(overrides: dict[Any, Any]
         assert error.problems
         assert all(error.problems)
     else:
-        assert set(settings) == set(SETTINGS)
+        assert set(settings) == set(DEFAULTS)
         assert podman_bytes(settings["container_memory"]) > 0

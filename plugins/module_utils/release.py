@@ -1,0 +1,159 @@
+# Copyright: the gpu_node authors
+# MIT License (see LICENSE)
+"""Releases: what one replica's container is made of, under the hash of just that, and the files the engine reads."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import (
+    DRAFTER_PATH,
+    MODEL_PATH,
+    config_lines,
+)
+from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import SHORT, canonical, digest
+
+STATE = "/var/lib/gpu-node"
+CONFIG = "/etc/gpu-node"
+ENGINE_CONFIG_PATH = "/etc/vllm/engine.yaml"
+_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+class ResolveError(ValueError):
+    """The plan cannot be completed; ``problems`` holds a sentence for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def _artifact_path(artifact: dict[str, str]) -> str:
+    return f"{STATE}/artifacts/{artifact['name']}/{artifact['digest'][:SHORT]}"
+
+
+def _podman_args(replica: dict[str, Any], container: dict[str, Any]) -> list[str]:
+    """Return the arguments between ``podman run`` and the image: confinement, devices, environment and mounts."""
+    current = f"{STATE}/replicas/{replica['index']}/current"
+    pins = ["--cpuset-cpus", replica["cpus"]] if replica["cpus"] else []
+    if replica["memory_nodes"]:
+        pins += ["--cpuset-mems", replica["memory_nodes"]]
+    # By UUID: an index names another card after one has failed or been moved.
+    devices = [part for gpu in replica["gpus"] for part in ("--device", f"nvidia.com/gpu={gpu['uuid']}")]
+    if devices:
+        # Transfers between host and GPU memory lock the pages that they use.
+        devices += ["--ulimit", "memlock=-1:-1"]
+    drafter = ["--volume", f"{_artifact_path(replica['drafter'])}:{DRAFTER_PATH}:ro"] if replica["drafter"] else []
+    return [
+        *("--network", "host", "--ipc", "private", "--shm-size", container["shm_size"]),
+        *pins,
+        *devices,
+        *("--memory", container["memory"], "--pids-limit", "32768"),
+        # /tmp stays writable and executable: compilers that run at start put shared objects there.
+        *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+        *("--env-file", f"{current}/engine.env", "--env-file", f"{CONFIG}/secrets/engine.env"),
+        *("--volume", f"{current}/engine.yaml:{ENGINE_CONFIG_PATH}:ro"),
+        *("--volume", f"{_artifact_path(replica['model'])}:{MODEL_PATH}:ro"),
+        *drafter,
+        *("--volume", f"{STATE}/cache/{replica['index']}/{replica['image']['id'][:SHORT]}:/cache"),
+        *("--log-driver", "passthrough"),
+    ]
+
+
+def release_of(plan: dict[str, Any], replica: dict[str, Any]) -> dict[str, Any]:
+    """Return the release of one replica: everything its container is made of, under the hash of just that.
+
+    What does not change the container (the balancer, timeouts of the unit, other replicas) is not in it, so changing
+    those restarts nothing.
+    """
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu["uuid"] for gpu in replica["gpus"])} if replica["gpus"] else {}
+    release: dict[str, Any] = {
+        "schema": 1,
+        "replica": replica["index"],
+        "profile": plan["profile"],
+        "model": replica["model"],
+        "drafter": replica["drafter"],
+        "image": replica["image"],
+        "served_model_name": plan["served_model_name"],
+        "port": replica["port"],
+        "cpus": replica["cpus"],
+        "memory_nodes": replica["memory_nodes"],
+        "gpus": replica["gpus"],
+        "podman_args": _podman_args(replica, plan["container"]),
+        "command": ["vllm", "serve", "--config", ENGINE_CONFIG_PATH],
+        "engine_args": replica["engine_args"],
+        "env": {**replica["env"], **visible},
+    }
+    files = release_files(release)
+    release["files"] = {name: _sha256(text) for name, text in files.items()}
+    return {"id": digest(release)[:SHORT], **release}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML that loads back to it: JSON, but for the two places where YAML reads JSON otherwise."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_yaml(key)}: {_yaml(inner)}" for key, inner in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(inner) for inner in value) + "]"
+    text = canonical(value)
+    if isinstance(value, str):
+        # A control character is an error to YAML, and Unicode's line ends are folded to a space.
+        return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    # 1e-06 is a text to YAML 1.1; 1.0e-06 is a number.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def release_files(release: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of a release's files that the engine reads.
+
+    ``engine.yaml`` has one argument a line, and nothing in it is left to a YAML writer's taste in quoting.
+    """
+    spelled = config_lines(release["engine_args"])
+    arguments = "".join(f"{_yaml(name)}: {_yaml(value)}\n" for name, value in sorted(spelled.items()))
+    environment = "".join(f"{name}={value}\n" for name, value in sorted(release["env"].items()))
+    return {"engine.yaml": arguments, "engine.env": environment}
+
+
+def resolve_plan(
+    plan: dict[str, Any], digests: dict[str, str], image: dict[str, str], gpus: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the resolved plan: digests and UUIDs in place of ``auto``, and the release of every replica.
+
+    :param plan: an intent plan.
+    :param digests: by artifact (``model``, ``drafter``) 64 hex digits, the digest of its manifest.
+    :param image: ``{"ref": name, "id": 64 hex digits}``.
+    :param gpus: what ``gpu_topology`` says of the GPUs now.
+    :raises ResolveError: when the driver has no UUID for a GPU of the plan.
+    """
+    uuids = {gpu["pci_address"]: gpu["uuid"] for gpu in gpus}
+    unseen = [
+        f"replica {replica['index']}: the driver does not see GPU {gpu['pci_address']}; "
+        "look for 'NVRM' in the kernel's log"
+        for replica in plan["replicas"]
+        for gpu in replica["gpus"]
+        if not uuids.get(gpu["pci_address"])
+    ]
+    if unseen:
+        raise ResolveError(unseen)
+    replicas = []
+    for intent in plan["replicas"]:
+        drafter = {**intent["drafter"], "digest": digests["drafter"]} if intent["drafter"] else None
+        replica = {
+            **intent,
+            "gpus": [{**gpu, "uuid": uuids[gpu["pci_address"]]} for gpu in intent["gpus"]],
+            "model": {**intent["model"], "digest": digests["model"]},
+            "drafter": drafter,
+            "image": dict(image),
+        }
+        release = release_of(plan, replica)
+        replicas.append({**replica, "release": release["id"], "files": _all_files(release)})
+    return {**plan, "state": "resolved", "replicas": replicas}
+
+
+def _all_files(release: dict[str, Any]) -> dict[str, str]:
+    return {**release_files(release), "release.json": canonical(release) + "\n"}
