@@ -86,8 +86,6 @@ def fetch() -> Path:
         wheel = download(folder)
         unpacked = folder / "sources"
         count = unpack(wheel, unpacked)
-        # Test nodes read it as another user.
-        unpacked.chmod(0o755)
         try:
             os.rename(unpacked, there)
         except OSError:
