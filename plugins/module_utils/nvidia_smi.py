@@ -37,6 +37,9 @@ _COPY_WHOLE = "copy the whole output of nvidia-smi topo -m"
 _SHOWN = 4
 # Text before the matrix may have lines that look like a header; no more than these are tried.
 _HEADERS = 8
+# A wrapped line was cut by a terminal's width, also within words, or between words; nothing tells which. The first is
+# tried first, since a cut list may end like a whole one. At first every row must have a field for every column.
+_READINGS = ((True, True), (False, True), (False, False), (True, False))
 
 
 def parse_uuid(text: str) -> str:
@@ -219,15 +222,13 @@ def parse_topo_matrix(text: str) -> dict[str, Any]:
         raise TopologyError(f"no header line 'GPU0 GPU1 ... CPU Affinity' in the text; {_COPY_WHOLE}")
     failure: TopologyError | None = None
     for start in starts[:_HEADERS]:
-        # A wrapped line may have been cut between words or within one. Which of the two is tried, first strictly.
-        for strict in (True, False):
-            for cut_words in (False, True):
-                try:
-                    return _read_matrix(lines[start:], cut_words, strict)
-                except TopologyError as error:
-                    # The readiest reading of the first header gives the clearest message.
-                    if failure is None or (start == starts[0] and not strict and not cut_words):
-                        failure = error
+        for cut_words, strict in _READINGS:
+            try:
+                return _read_matrix(lines[start:], cut_words, strict)
+            except TopologyError as error:
+                # What is wrong with the whole lines below the first header says most.
+                if failure is None or (start == starts[0] and (cut_words, strict) == (False, False)):
+                    failure = error
     assert failure is not None
     raise failure
 
@@ -241,33 +242,40 @@ def _is_header(words: list[str]) -> bool:
     return bool(words and _GPU_NAME.fullmatch(words[0])) and not (len(words) > 1 and _LINK.fullmatch(words[1]))
 
 
-def _join(lines: list[str], cut_words: bool) -> str:
+def _join(pieces: list[str], width: int) -> str:
     """Join the pieces of a wrapped line.
 
-    :param cut_words: it was cut at a terminal's width, also within words, and spaces at that place may be lost.
+    :param width: of the terminal that cut it, also within words; spaces before the cut may be lost. 0: it was cut
+        between words.
     """
-    if not cut_words or len(lines) == 1:
-        return " ".join(lines)
-    pieces = [line.expandtabs() for line in lines]
-    width = max(len(piece) for piece in pieces[:-1])
-    return "".join([piece.ljust(width) for piece in pieces[:-1]] + pieces[-1:])
+    if not width or len(pieces) == 1:
+        return " ".join(pieces)
+    wide = [piece.expandtabs() for piece in pieces]
+    return "".join([piece.ljust(width) for piece in wide[:-1]] + wide[-1:])
 
 
 def _read_matrix(lines: list[str], cut_words: bool, strict: bool) -> dict[str, Any]:
     """Read a matrix whose header begins with the first line; see :func:`parse_topo_matrix`."""
-    first_row = next((number for number, line in enumerate(lines) if number and _is_row(line.split(), [])), len(lines))
+    first_row = next(
+        (number for number, line in enumerate(lines) if number and _is_first_row(line.split())), len(lines)
+    )
+    end = next((number for number in range(first_row, len(lines)) if not lines[number]), len(lines))
+    width = max(len(line.expandtabs()) for line in lines[:end]) if cut_words else 0
     header = [line for line in lines[:first_row] if line]
-    devices, columns = _read_header(_join(header, cut_words), strict)
+    devices, columns = _read_header(_join(header, width), strict)
     rows: dict[str, str] = {}
     pieces: list[str] = []
     after_blank = False
     for line in [*lines[first_row:], "Legend:"]:
         words = line.split()
-        starts_row = _is_row(words, devices)
-        complete = bool(pieces) and len(_join(pieces, cut_words).split()) >= 1 + len(devices) + len(columns)
+        starts_row = bool(words) and (words[0] in devices or bool(_GPU_NAME.fullmatch(words[0])))
+        complete = bool(pieces) and len(_join(pieces, width).split()) >= 1 + len(devices) + len(columns)
+        if width and pieces and len(pieces[-1].expandtabs()) >= width:
+            # Its last field may have been cut.
+            complete = False
         ends = not starts_row and bool(words) and (after_blank or complete or words[0].endswith("egend:"))
         if pieces and (starts_row or ends):
-            row = _join(pieces, cut_words)
+            row = _join(pieces, width)
             name = row.split()[0]
             if name in rows:
                 raise TopologyError(f"{name} has two rows in the matrix; {_COPY_WHOLE}")
@@ -281,11 +289,8 @@ def _read_matrix(lines: list[str], cut_words: bool, strict: bool) -> dict[str, A
     return _fill_matrix(devices, columns, rows, strict)
 
 
-def _is_row(words: list[str], devices: list[str]) -> bool:
-    """Tell the beginning of a row: a device's name and a link."""
-    if not words or not (_GPU_NAME.fullmatch(words[0]) or words[0] in devices):
-        return False
-    return len(words) > 1 and bool(_LINK.fullmatch(words[1]))
+def _is_first_row(words: list[str]) -> bool:
+    return len(words) > 1 and bool(_GPU_NAME.fullmatch(words[0])) and bool(_LINK.fullmatch(words[1]))
 
 
 def _read_header(header: str, strict: bool) -> tuple[list[str], list[str]]:
