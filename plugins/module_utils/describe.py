@@ -11,7 +11,7 @@ from typing import Any
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import canonical
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import STATE, release_of
-from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO, recipe_environment
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
 
 BAR = 24
@@ -144,7 +144,7 @@ def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
     lines += [f"to be filled in before site.yml can fetch: {what}" for what in plan["missing"]]
     lines += _section("the machine", _picture(plan))
     lines += _section("budgets, for each replica", _budget_lines(plan["budgets"]))
-    lines += _section("engine", _engine_lines(plan["replicas"]))
+    lines += _section("engine", _engine_lines(plan["replicas"], plan["settings"]))
     lines += _section("what changes", _change_lines(plan, running))
     return lines
 
@@ -153,10 +153,12 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [f"--- {title} ---", *lines] if lines else []
 
 
-def _engine_lines(replicas: list[dict[str, Any]]) -> list[str]:
-    """Return the engine's command once, and what differs between the replicas."""
+def _engine_lines(replicas: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
+    """Return the engine's command and the recipe's environment once, and what differs between the replicas."""
     first, *others = replicas
     lines = command_line(first["engine_args"])
+    recipe = " ".join(f"{name}={value}" for name, value in recipe_environment(settings).items())
+    lines += textwrap.wrap(f"environment: {recipe}", WIDTH, subsequent_indent="  ")
     for other in others:
         differs = {key: value for key, value in other["engine_args"].items() if first["engine_args"].get(key) != value}
         differing = ", ".join(f"--{key} {canonical(value)}" for key, value in sorted(differs.items()))
@@ -196,7 +198,8 @@ def _release_change(plan: dict[str, Any], replica: dict[str, Any], running: dict
     release = replica["release"]
     if release == AUTO:
         # With what runs now, so that what is known already shows in the intent plan.
-        same = {**replica, **{part: running[part] for part in ("model", "image", "drafter") if part in running}}
+        same = dict(replica)
+        same.update({part: running[part] for part in ("model", "image", "drafter") if part in running})
         release = release_of(plan, same)["id"]
     if release != running["id"] and not differing:
         differing.append("image, model or container settings")

@@ -26,7 +26,8 @@ from testhost import ROOT, STATE
 # Ansible's own import hook: the regular package `ansible_collections` in site-packages would hide the checkout.
 init_plugin_loader([str(ROOT / "collections")])
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.plan import node_config, resolve_plan  # noqa: E402
+from ansible_collections.serving.gpu_node.plugins.module_utils.plan import node_config  # noqa: E402
+from ansible_collections.serving.gpu_node.plugins.module_utils.release import resolve_plan  # noqa: E402
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import podman_bytes  # noqa: E402
 
 pytestmark = pytest.mark.full
@@ -203,7 +204,7 @@ def unpack(machine: Node, resolved: dict[str, Any]) -> None:
 def looks(prepared: VirtualMachine, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernel says of each replica's container, both running."""
     image = prepared.ssh(MAKE_IMAGE, stdin=ENGINE, timeout=300).strip()
-    resolved = resolve_plan(plan, "0" * 64, {"ref": "localhost/gpu-node/stand-in:latest", "id": image})
+    resolved = resolve_plan(plan, {"model": "0" * 64}, {"ref": "localhost/gpu-node/stand-in:latest", "id": image}, [])
     unpack(prepared, resolved)
     for index in (0, 1):
         unit = f"vllm-replica@{index}.service"

@@ -111,9 +111,9 @@ def intent(
     sources: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The intent plan of a profile on a node that suits it."""
-    usual = {"cpu": topology, "2x": two_cards, "8x": two_sockets}[name]
+    usual = topology() if name == "cpu" else two_cards() if name == "2x" else two_sockets()
     return build_plan(
-        profile(name), overrides or {}, node or usual(), client_auth, SOURCES[name] if sources is None else sources
+        profile(name), overrides or {}, node or usual, client_auth, SOURCES[name] if sources is None else sources
     )
 
 

@@ -139,7 +139,7 @@ def test_the_opposite_of_an_argument_of_the_plan_is_refused(name: str) -> None:
 
 
 def test_a_part_of_a_mapping_is_laid_into_it() -> None:
-    base = {"compilation-config": {"cudagraph_mode": "FULL", "custom_ops": ["all"]}, "dtype": "auto"}
+    base: dict[str, Any] = {"compilation-config": {"cudagraph_mode": "FULL", "custom_ops": ["all"]}, "dtype": "auto"}
     assert lay_over(base, {"--compilation_config.cudagraph-mode": "PIECEWISE", "kernel-config.a.b": 1}) == {
         "compilation-config": {"cudagraph_mode": "PIECEWISE", "custom_ops": ["all"]},
         "kernel-config": {"a": {"b": 1}},

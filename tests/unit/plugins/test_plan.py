@@ -504,6 +504,7 @@ def test_the_plan_of_a_bare_node_as_lines() -> None:
         "--port 8000",
         "--served-model-name tiny",
         "--shutdown-timeout 60",
+        "environment: MAX_MODEL_LEN=2048 MAX_NUM_SEQS=8 MAX_BATCHED=2048 KV_MEM=64M SPEC_K=7 CONTAINER_MEM=3g",
         "replica 1 the same, but for --port 8001",
         "--- what changes ---",
         "replica 0: release auto; none now, will be started",
