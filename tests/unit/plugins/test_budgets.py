@@ -158,7 +158,7 @@ def test_a_window_that_fits_once_is_accepted_and_one_token_more_refused() -> Non
 
 def test_the_source_of_the_figures_is_named() -> None:
     refusal(check_window(2, 1), "the 8x document")
-    refusal(check_window(2, 1, source="the 2x document"), "linear to the 2x document")
+    refusal(check_window(2, 1, source="the 2x document"), "scaled from the 2x document")
     warning(check_vram(20 * GIB, AFTER_BOOT, CARD, None, source="the 2x document"), "6,258 MiB of the 2x document")
 
 
@@ -184,8 +184,16 @@ def test_the_least_headroom_known_to_work_is_the_limit() -> None:
     assert "at most 23720M" in text
 
 
+def test_part_of_a_mib_of_kv_cache_is_a_whole_one() -> None:
+    assert vram_after_boot(18 * GIB + 1, AFTER_BOOT, CARD).kv_mib == 18_433
+
+
 def test_a_smaller_card_is_refused() -> None:
-    refusal(check_vram(18 * GIB, AFTER_BOOT, CARD, 49_140), "49,140 MiB", "too small for this profile")
+    refusal(
+        check_vram(18 * GIB, AFTER_BOOT, CARD, 49_140),
+        "42,489 MiB more than the card's 49,140 MiB",
+        "too small for this profile",
+    )
     refusal(check_vram(18 * GIB, AFTER_BOOT, CARD, 81_920), "81,920 MiB", "set it to at most 7753M")
     warning(check_vram(18 * GIB, AFTER_BOOT, CARD, 97_250), "97,250 MiB")
 
@@ -214,7 +222,13 @@ def test_the_share_is_no_ceiling() -> None:
 def test_a_share_above_the_tried_one_is_a_warning_with_the_peak_to_expect() -> None:
     # 0.95 of the card and the 5,882 MiB by which the peak exceeded 0.93 of it are more than the card has
     found = check_utilization(0.95, 262_144, UTILIZATION, CARD, CARD, PEAKS)
-    warning(found, "gpu_memory_utilization", "0.95", "96,917", "98,875", "97,887", "set 0.93")
+    warning(found, "gpu_memory_utilization", "0.95", "96,917", "98,875", "97,887", "970 MiB", "at most 0.93")
+
+
+def test_a_slightly_smaller_card_takes_a_slightly_smaller_share() -> None:
+    # 0.93 x 97,250 + 5,882 leaves 926
+    warning(check_utilization(0.93, 200_000, UTILIZATION, CARD, 97_250, PEAKS), "96,325", "97,250", "at most 0.92")
+    assert check_utilization(0.92, 200_000, UTILIZATION, CARD, 97_250, PEAKS) == FINE
 
 
 def test_room_beside_the_weights() -> None:
@@ -425,7 +439,7 @@ def test_unknown_memory_is_a_warning() -> None:
     warning(check_node_memory([replica("replica 0", 0)], nodes, None), "NUMA node 0", "not checked")
     warning(check_node_memory([replica("replica 0")], [], None), "this node", "not checked")
     # a node that the topology does not have
-    warning(check_node_memory([replica("replica 0", 7)], nodes, None), "NUMA node 7", "not checked")
+    warning(check_node_memory([replica("replica 0", 7)], nodes, 1400 * 10**9), "NUMA node 7", "not checked")
 
 
 def test_caps_that_exceed_the_memory_are_a_warning() -> None:
@@ -487,6 +501,7 @@ def test_draft_tokens_within_the_head(drafter: dict[str, Any], tokens: int) -> N
 def test_more_draft_tokens_than_the_head_has() -> None:
     released = {"name": "released", "block_size": 5, "max_tokens": None}
     refusal(check_drafter("dspark", 6, released), "speculative_tokens", "6", "'released'", "at most 5", "4.4%")
+    refusal(check_drafter("dspark", 6, {"name": "both", "block_size": 5, "max_tokens": 7}), "at most 5")
     refusal(check_drafter("dspark", 8, {"name": "code", "block_size": None, "max_tokens": 7}), "'code'", "at most 7")
 
 
