@@ -3,21 +3,25 @@
 """Where replicas go: which GPUs, in which order, on which CPUs and NUMA nodes.
 
 A *domain* is what a replica stays inside: the NUMA nodes of one socket, or one NUMA node where the socket is not
-known. GPUs whose NUMA node the platform does not tell are in no domain, and their replica is pinned to nothing.
+known. GPUs whose NUMA node the platform does not tell are in no domain, and those of a node without usable CPUs or
+memory are in one that nothing can be pinned to: their replica is pinned to nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # From the closest link to the farthest, in nvidia-smi's words; NVLink (NV#) is before all of them.
 LINK_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 # A group of more GPUs keeps PCI order: all orders of 8 are 40,320, and no kernel of ours pairs more than 4.
 MOST_ORDERED = 4
+# Groups to choose from: 8 of 16 GPUs are 12,870. Beyond that only neighbours on the bus are compared.
+MOST_GROUPS = 20_000
 
 
 class PlacementError(ValueError):
@@ -93,16 +97,40 @@ def share_cores(cpus: Iterable[int], cores: list[list[int]], shares: int, per_sh
     :param per_share: CPUs for each; 0 shares them evenly.
     """
     free = set(cpus)
-    whole = [part for core in cores if (part := sorted(set(core) & free))]
-    units = sorted(whole + [[cpu] for cpu in free.difference(*whole)])
-    wanted = per_share or len(free) // shares
-    cores_each = -(-per_share // max(map(len, units))) if per_share else len(units) // shares
-    for pieces, width in ((units, cores_each), ([[cpu] for core in units for cpu in core], wanted)):
-        taken = [list(itertools.chain(*pieces[index * width : (index + 1) * width])) for index in range(shares)]
-        # Not so when cores are too few or have lost siblings; single CPUs always do.
-        if all(len(share) >= max(per_share, 1) for share in taken):
-            break
-    return [sorted(share[: per_share or None]) for share in taken]
+    units: list[list[int]] = []
+    for core in cores:
+        part = sorted(set(core) & free)
+        if part:
+            units.append(part)
+            free.difference_update(part)
+    units = sorted(units + [[cpu] for cpu in free])
+    total = sum(map(len, units))
+    for wanted in [per_share] if per_share else range(total // shares, 0, -1):
+        taken = _deal(units, shares, wanted)
+        if taken:
+            return [sorted(share[: per_share or None]) for share in taken]
+    # Too few cores for whole ones: single CPUs, siblings next to each other, always are enough.
+    single = list(itertools.chain(*units))
+    each = per_share or total // shares
+    return [sorted(single[index * each : (index + 1) * each]) for index in range(shares)]
+
+
+def _deal(units: list[list[int]], shares: int, wanted: int) -> list[list[int]]:
+    """Deal whole cores to ``shares`` until each has ``wanted`` CPUs or more; empty when there are not enough."""
+    left = list(units)
+    taken: list[list[int]] = []
+    for _ in range(shares):
+        share: list[int] = []
+        while len(share) < wanted:
+            if not left:
+                return []
+            missing = wanted - len(share)
+            # The largest core that does not exceed what is missing, or else the one that wastes least.
+            unit = min(left, key=lambda core: (len(core) > missing, abs(missing - len(core))))
+            left.remove(unit)
+            share += unit
+        taken.append(share)
+    return taken
 
 
 def place_on_cpus(topology: dict[str, Any], replicas: int, per_replica: int) -> list[Place]:
@@ -135,13 +163,15 @@ def _places(
         return []
     need = len(groups) * max(per_replica, 1)
     if need > len(domain.cpus):
-        asked = f"cpus_per_replica: {per_replica}" if per_replica else "replicas: a CPU each"
-        raise PlacementError(
-            [
-                f"{asked} for {len(groups)} replicas on {domain.name} needs {need} CPUs, and it has "
-                f"{len(domain.cpus)}; lower cpus_per_replica or replicas"
-            ]
-        )
+        have = len(domain.cpus)
+        if per_replica:
+            text = (
+                f"cpus_per_replica: {per_replica} for {len(groups)} replicas on {domain.name} needs {need} CPUs, and "
+                f"it has {have}; lower cpus_per_replica or replicas"
+            )
+        else:
+            text = f"replicas: {need} on {domain.name} need as many CPUs, and it has {have}; lower replicas"
+        raise PlacementError([text])
     shares = share_cores(domain.cpus, cores, len(groups), per_replica)
     return [Place(domain, share, group) for share, group in zip(shares, groups, strict=True)]
 
@@ -153,6 +183,21 @@ def gpu_name(gpu: dict[str, Any]) -> str:
     """Return a GPU as people find it: PCI address and what it is."""
     kind = gpu["model"] or gpu["device_id"]
     return f"{gpu['pci_address']} ({kind})" if kind else str(gpu["pci_address"])
+
+
+def _bus_order(gpu: dict[str, Any]) -> tuple[int, str]:
+    """Return what sorts GPUs by their address: ``GPU2`` before ``GPU10``, and PCI domains of five digits last."""
+    return len(gpu["pci_address"]), gpu["pci_address"]
+
+
+def _model(gpu: dict[str, Any]) -> str:
+    """Return what tells models apart: the PCI device number is known without a driver."""
+    return str(gpu["device_id"] or gpu["model"])
+
+
+def _addresses(gpus: Iterable[dict[str, Any]]) -> str:
+    """Return GPUs as the setting ``gpus`` takes them."""
+    return "[" + ", ".join(f"'{gpu['pci_address']}'" for gpu in gpus) + "]"
 
 
 def full_address(address: str) -> str:
@@ -185,11 +230,20 @@ def select_gpus(
         strange = [gpu for gpu in chosen if gpu["device_id"] and gpu["device_id"] not in known]
         warnings = [f"{gpu_name(gpu)} is not a card that this profile was measured on" for gpu in strange]
         return chosen, warnings, problems
+    if not topology["gpus"]:
+        return [], [], ["PCI shows no NVIDIA GPU on this node; look at 'lspci -d 10de:', or plan with another profile"]
     chosen = [gpu for gpu in topology["gpus"] if not gpu["device_id"] or gpu["device_id"] in known]
     left = [gpu_name(gpu) for gpu in topology["gpus"] if gpu not in chosen]
     cards = ", ".join(f"{name} ({device})" for device, name in known.items())
     if left and not chosen:
-        return [], [], [f"no GPU of this node is one that the profile is made for ({cards}); PCI shows {there}"]
+        return (
+            [],
+            [],
+            [
+                f"no GPU of this node is one that the profile is made for ({cards}); PCI shows {there}; to serve with "
+                "them all the same, name them in gpus"
+            ],
+        )
     return chosen, [f"left alone, not a card of this profile: {', '.join(left)}"] if left else [], []
 
 
@@ -197,14 +251,15 @@ def check_gpus(gpus: list[dict[str, Any]], driver_version: str) -> list[str]:
     """Return a sentence for every GPU that cannot serve whole: in MIG mode, or not seen by the driver."""
     problems = [
         f"{gpu_name(gpu)} is in MIG mode, and a replica needs whole GPUs; switch it off "
-        f"(nvidia-smi -i {gpu['pci_address']} -mig 0) or name other GPUs in gpus"
+        f"(nvidia-smi -i {gpu['pci_address']} -mig 0), or name other GPUs in gpus and set replicas to what they make"
         for gpu in gpus
         if gpu["mig"]
     ]
     if driver_version:
         problems += [
             f"PCI shows {gpu['pci_address']} and the driver ({driver_version}) does not: it fell off the bus or failed "
-            "to start; look for 'NVRM' and 'Xid' in the kernel's log, then reset it or reboot, or name others in gpus"
+            "to start; look for 'NVRM' and 'Xid' in the kernel's log, then reset it or reboot, or name other GPUs in "
+            "gpus and set replicas to what they make"
             for gpu in gpus
             if not gpu["uuid"]
         ]
@@ -235,7 +290,7 @@ def rank_order(group: list[dict[str, Any]], links: list[list[str]]) -> list[dict
     That is the order in which the 8-bit all-reduce exchanges. Equal orders are decided by PCI address.
     """
     table = _Links(links)
-    in_order = sorted(group, key=lambda gpu: str(gpu["pci_address"]))
+    in_order = sorted(group, key=_bus_order)
     if len(in_order) > MOST_ORDERED or len(in_order) % 2:
         return in_order
     orders = [list(order) for order in itertools.permutations(in_order)]
@@ -249,14 +304,24 @@ def rank_order(group: list[dict[str, Any]], links: list[list[str]]) -> list[dict
     return min(orders, key=apart)
 
 
-def _take_group(gpus: list[dict[str, Any]], size: int, table: _Links) -> list[dict[str, Any]]:
-    """Return the ``size`` GPUs that are closest to each other, of one model where that is possible."""
+def _take_group(
+    gpus: list[dict[str, Any]], size: int, table: _Links, fixed: Iterable[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Return ``size`` of ``gpus`` that are closest to each other and to ``fixed``, of one model where that is possible.
 
-    def cost(group: tuple[dict[str, Any], ...]) -> tuple[int, int]:
-        return len({gpu["device_id"] or gpu["model"] for gpu in group}), table.spread(group)
+    The result has ``fixed`` in it. Of equals the first on the bus are taken.
+    """
+    base = list(fixed)
 
-    best: tuple[dict[str, Any], ...] = min(itertools.combinations(gpus, size), key=cost)
-    return list(best)
+    def cost(group: Iterable[dict[str, Any]]) -> tuple[int, int]:
+        whole = [*base, *group]
+        return len({_model(gpu) for gpu in whole}), table.spread(whole)
+
+    groups: Iterable[Iterable[dict[str, Any]]] = itertools.combinations(gpus, size)
+    if math.comb(len(gpus), size) > MOST_GROUPS:
+        neighbours = sorted(gpus, key=lambda gpu: (_model(gpu), _bus_order(gpu)))
+        groups = [neighbours[first : first + size] for first in range(len(neighbours) - size + 1)]
+    return [*base, *min(groups, key=cost)]
 
 
 def _take_groups(gpus: list[dict[str, Any]], size: int, table: _Links) -> list[list[dict[str, Any]]]:
@@ -267,21 +332,41 @@ def _take_groups(gpus: list[dict[str, Any]], size: int, table: _Links) -> list[l
         groups.append(group)
         for gpu in group:
             gpus.remove(gpu)
-    return sorted(groups, key=lambda group: str(group[0]["pci_address"]))
+    return sorted(groups, key=lambda group: min(map(_bus_order, group)))
 
 
-def _node_text(gpu: dict[str, Any]) -> str:
+def _node_text(gpu: dict[str, Any], usable: Iterable[int]) -> str:
     node = gpu["numa_node"]
-    return f"{gpu['pci_address']} on {'an unknown NUMA node' if node is None else f'NUMA node {node}'}"
+    if not _is_told(node):
+        return f"{gpu['pci_address']} on an unknown NUMA node"
+    bare = "" if node in usable else " (no usable CPUs or memory there)"
+    return f"{gpu['pci_address']} on NUMA node {node}{bare}"
+
+
+def _is_told(node: int | None) -> bool:
+    """Tell whether the platform told a GPU's NUMA node: the kernel's word for unknown is -1."""
+    return node is not None and node >= 0
 
 
 def _check_models(groups: list[list[dict[str, Any]]]) -> list[str]:
     return [
         f"replica {index} would mix GPU models: {', '.join(gpu_name(gpu) for gpu in group)}; name GPUs of one model in "
-        "gpus, or set mixed_gpus: true"
+        "gpus and set replicas to what they make, or set mixed_gpus: true"
         for index, group in enumerate(groups)
-        if len({gpu["device_id"] or gpu["model"] for gpu in group}) > 1
+        if len({_model(gpu) for gpu in group}) > 1
     ]
+
+
+def _span_problem(
+    left: list[dict[str, Any]], whole: list[list[dict[str, Any]]], size: int, usable: Iterable[int]
+) -> str:
+    """Say which GPUs are in no group of one socket, and what to do; the groups that there are need no other change."""
+    chosen = [gpu for group in whole for gpu in group]
+    fewer = f", or set replicas: {len(whole)} and gpus: {_addresses(chosen)}" if whole else ""
+    return (
+        f"a replica of {size} GPUs would span sockets: {', '.join(_node_text(gpu, usable) for gpu in left)} are left "
+        f"over; move cards so that each socket has a multiple of {size}{fewer}, or set span_sockets: true"
+    )
 
 
 def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings: dict[str, Any]) -> list[Place]:
@@ -294,44 +379,50 @@ def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings
     size, links = settings["tensor_parallel_size"], topology["links"]
     table, nowhere, of_node = _Links(links), whole_machine(topology), socket_domains(topology)
     by_domain: dict[Domain, list[dict[str, Any]]] = {}
-    for gpu in sorted(gpus, key=lambda gpu: str(gpu["pci_address"])):
-        by_domain.setdefault(of_node.get(gpu["numa_node"], nowhere), []).append(gpu)
-    free = by_domain.pop(nowhere, [])
+    # By NUMA node where nothing can be pinned to it: such GPUs are apart from all others, and not of unknown place.
+    bare: dict[int, list[dict[str, Any]]] = {}
+    free: list[dict[str, Any]] = []
+    for gpu in sorted(gpus, key=_bus_order):
+        node = gpu["numa_node"]
+        if not _is_told(node):
+            free.append(gpu)
+        elif node in of_node:
+            by_domain.setdefault(of_node[node], []).append(gpu)
+        else:
+            bare.setdefault(node, []).append(gpu)
     homes = {domain: _take_groups(by_domain[domain], size, table) for domain in sorted(by_domain, key=_by_nodes)}
+    rests = [*by_domain.values(), *(bare[node] for node in sorted(bare))]
+    homeless = [group for node in sorted(bare) for group in _take_groups(bare[node], size, table)]
     # A GPU of unknown place may complete what is left over in a domain: nobody can say that it spans.
-    homeless = []
-    for rest in by_domain.values():
+    for rest in rests:
         if rest and len(rest) + len(free) >= size:
-            missing = size - len(rest)
-            homeless.append(rest + free[:missing])
+            group = _take_group(free, size - len(rest), table, rest)
+            homeless.append(group)
             rest.clear()
-            del free[:missing]
+            free = [gpu for gpu in free if gpu not in group]
     homeless += _take_groups(free, size, table)
-    left = [gpu for rest in [*by_domain.values(), free] for gpu in rest]
+    whole = [group for groups in homes.values() for group in groups] + homeless
+    left = sorted((gpu for rest in [*rests, free] for gpu in rest), key=_bus_order)
     if left and not settings["span_sockets"]:
-        raise PlacementError(
-            [
-                f"a replica of {size} GPUs would span sockets: {', '.join(map(_node_text, left))} are left over; move "
-                f"cards so that each socket has a multiple of {size}, or name {size} of one socket in gpus with fewer "
-                "replicas, or set span_sockets: true"
-            ]
-        )
-    spanning = []
-    for group in _take_groups(left, size, table):
-        touched = [of_node.get(gpu["numa_node"], nowhere) for gpu in group]
-        spanning.append((nowhere if nowhere in touched else _merge(touched), group))
-    groups = [group for groups in homes.values() for group in groups] + homeless + [group for _, group in spanning]
-    problems = [] if settings["mixed_gpus"] else _check_models(groups)
+        raise PlacementError([_span_problem(left, whole, size, of_node)])
+    spanning = _take_groups(left, size, table)
+    problems = [] if settings["mixed_gpus"] else _check_models(whole + spanning)
     if problems:
         raise PlacementError(problems)
     per_replica, cores = settings["cpus_per_replica"], topology["cores"]
     placed = [place for domain, taken in homes.items() for place in _places(domain, taken, cores, per_replica)]
-    if per_replica and not placed:
-        placed += _places(nowhere, homeless, cores, per_replica)
-    else:
-        placed += [Place(nowhere, [], group) for group in homeless]
-    # With leave to span: all CPUs and memory of the sockets it touches, whoever else is there.
-    placed += [Place(domain, list(domain.cpus) if domain.nodes else [], group) for domain, group in spanning]
+    others: dict[Domain, list[list[dict[str, Any]]]] = {nowhere: homeless} if homeless else {}
+    for group in spanning:
+        touched = [of_node.get(gpu["numa_node"], nowhere) for gpu in group]
+        others.setdefault(nowhere if nowhere in touched else _merge(touched), []).append(group)
+    for domain, taken in others.items():
+        if per_replica:
+            used = {cpu for place in placed for cpu in place.cpus}
+            spare = replace(domain, cpus=tuple(cpu for cpu in domain.cpus if cpu not in used))
+            placed += [replace(place, domain=domain) for place in _places(spare, taken, cores, per_replica)]
+        else:
+            # With leave to span: all CPUs and memory of the sockets it touches, whoever else is there.
+            placed += [Place(domain, list(domain.cpus) if domain.nodes else [], group) for group in taken]
     return [Place(place.domain, place.cpus, rank_order(place.gpus, links)) for place in placed]
 
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from typing import Any
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Paths reach the node in lists with one path a line, and in mounts.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # What each type of source is told by: the fields that it needs, and those that it may have.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "generated": (("seed",), ()),
@@ -40,6 +43,10 @@ def lay_sources(artifacts: dict[str, Any], given: dict[str, Any]) -> tuple[dict[
         else:
             own = artifacts[key]["source"]
             same = source.get("type", own.get("type")) == own.get("type")
+            if source.get("type") == "generated" and not same:
+                # Only the demo's model can be made up; weights of a real one cannot.
+                problems.append(f"serving_plan_sources: {key}: type 'generated' is not one of {', '.join(CHOICES)}")
+                continue
             laid[key] = {**artifacts[key], "source": {**own, **source} if same else dict(source)}
     return laid, problems
 
@@ -51,7 +58,10 @@ def check_source(key: str, source: dict[str, Any]) -> tuple[list[str], list[str]
     """
     where = f"serving_plan_sources: {key}"
     kind = source.get("type")
-    if kind not in _FIELDS:
+    if kind is None:
+        return [f"{where}: type is missing; write type: {' or type: '.join(CHOICES)}"], []
+    # Whatever YAML holds may stand here, also what is no key of a mapping.
+    if not isinstance(kind, str) or kind not in _FIELDS:
         return [f"{where}: type {kind!r} is not one of {', '.join(CHOICES)}"], []
     needed, optional = _FIELDS[kind]
     problems = [
@@ -59,22 +69,54 @@ def check_source(key: str, source: dict[str, Any]) -> tuple[list[str], list[str]
         for name in source
         if name not in ("type", *needed, *optional)
     ]
-    wrong = [name for name in (*needed, *optional) if not isinstance(source.get(name, ""), str) and name != "seed"]
-    problems += [f"{where}: {name}: {source[name]!r} is no text; put it in quotes" for name in wrong]
-    missing = [f"{where}: {name} of the source of type {kind}" for name in needed if source.get(name, "") == ""]
-    if wrong:
-        return problems, missing
-    if kind == "hub":
-        repository, revision = source.get("repository", ""), source.get("revision", "")
-        if repository and not _REPOSITORY.fullmatch(repository):
-            problems.append(f"{where}: repository '{repository}' is no name like owner/model")
-        if revision and not _REVISION.fullmatch(revision):
-            problems.append(
-                f"{where}: revision '{revision}' is no commit; branches and tags move, so give a commit's 40 hex digits"
-            )
-        folder = source.get("folder", "")
-        if folder.startswith("/") or ".." in folder.split("/"):
-            problems.append(f"{where}: folder '{folder}' is not inside the repository; write it like drafter-code-k7")
-    if kind == "path" and source.get("path") and not source["path"].startswith("/"):
-        problems.append(f"{where}: path '{source['path']}' is not absolute; write the folder on the node from / on")
+    # YAML's empty value is one that nobody has filled in yet.
+    given = {name: source[name] for name in (*needed, *optional) if source.get(name) not in (None, "")}
+    missing = [f"{where}: {name} of the source of type {kind}" for name in needed if name not in given]
+    for name, value in given.items():
+        problem = _FIELD_PROBLEMS[name](value) if name == "seed" or isinstance(value, str) else _no_text(value)
+        if problem:
+            problems.append(f"{where}: {name}{problem}")
     return problems, missing
+
+
+def _no_text(value: Any) -> str:
+    return f": {value!r} is no text; put it in quotes"
+
+
+def _seed_problem(value: Any) -> str:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return "" if whole else f": {value!r} is no whole number; write seed: 0"
+
+
+def _repository_problem(value: str) -> str:
+    return "" if _REPOSITORY.fullmatch(value) else f" {value!r} is no name like owner/model"
+
+
+def _revision_problem(value: str) -> str:
+    if _REVISION.fullmatch(value):
+        return ""
+    return f" {value!r} is no commit; branches and tags move, so give a commit's 40 hex digits (0-9, a-f)"
+
+
+def _folder_problem(value: str) -> str:
+    parts = value.rstrip("/").split("/")
+    if _CONTROL.search(value) or any(part in ("", ".", "..") for part in parts):
+        return f" {value!r} is not inside the repository; write it like drafter-code-k7"
+    return ""
+
+
+def _path_problem(value: str) -> str:
+    if not value.startswith("/"):
+        return f" {value!r} is not absolute; write the folder on the node from / on"
+    if ".." in value.split("/") or _CONTROL.search(value):
+        return f" {value!r} has '..' or a control character in it; write the folder on the node as it is, from / on"
+    return ""
+
+
+_FIELD_PROBLEMS: dict[str, Callable[[Any], str]] = {
+    "folder": _folder_problem,
+    "path": _path_problem,
+    "repository": _repository_problem,
+    "revision": _revision_problem,
+    "seed": _seed_problem,
+}

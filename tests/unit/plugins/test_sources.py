@@ -1,0 +1,237 @@
+"""Sources of artifacts: what an operator writes, laid over the profile's; every wrong one is named with its remedy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from ansible_collections.serving.gpu_node.plugins.module_utils.sources import check_source, lay_sources
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plugins.samples import PACK, profile
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = {"type": "hub", "repository": "deepseek-ai/DeepSeek-V4.1-Flash", "revision": ""}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def artifacts(name: str = "8x") -> dict[str, Any]:
+    own: dict[str, Any] = profile(name)["artifacts"]
+    return own
+
+
+def lay(given_sources: dict[Any, Any], name: str = "8x") -> dict[str, Any]:
+    laid, problems = lay_sources(artifacts(name), given_sources)
+    assert problems == []
+    return {key: item["source"] for key, item in laid.items()}
+
+
+# Laying over
+
+
+def test_without_a_word_the_profile_decides() -> None:
+    assert lay_sources(artifacts(), {}) == (artifacts(), [])
+
+
+def test_one_field_is_changed_and_the_others_stay() -> None:
+    assert lay({"model": {"revision": COMMIT}})["model"] == {**MODEL, "revision": COMMIT}
+    own = {"type": "hub", "repository": "example/own", "revision": COMMIT}
+    assert lay({"model": own})["model"] == own
+
+
+def test_another_type_takes_nothing_over() -> None:
+    assert lay({"model": {"type": "path", "path": "/srv/model"}})["model"] == {"type": "path", "path": "/srv/model"}
+
+
+def test_a_source_where_the_profile_has_none() -> None:
+    assert lay({"drafter": PACK}) == {"model": MODEL, "drafter": PACK}
+
+
+def test_the_name_of_the_artifact_stays_and_nothing_given_is_changed() -> None:
+    mine, given_sources = artifacts(), {"model": {"revision": COMMIT}}
+    before = copy.deepcopy((mine, given_sources))
+    laid, _ = lay_sources(mine, given_sources)
+    assert laid["model"]["name"] == "deepseek-v4.1-flash"
+    assert (mine, given_sources) == before
+
+
+@pytest.mark.parametrize(("key", "nearest"), [("modell", "model"), ("draft", "drafter"), ("", "model"), (7, "model")])
+def test_an_unknown_artifact_is_named_with_the_nearest_one(key: Any, nearest: str) -> None:
+    _, problems = lay_sources(artifacts(), {key: {"revision": COMMIT}})
+    start = f"serving_plan_sources: unknown artifact '{key}'; the nearest known one is '"
+    assert problems[0].startswith(start)
+    if key:
+        assert problems == [f"{start}{nearest}'"] or key == 7
+
+
+def test_a_drafter_of_a_profile_that_has_none() -> None:
+    _, problems = lay_sources(artifacts("2x"), {"drafter": PACK})
+    assert problems == ["serving_plan_sources: unknown artifact 'drafter'; the nearest known one is 'model'"]
+
+
+@pytest.mark.parametrize("source", ["/srv/model", None, ["/srv/model"], 5])
+def test_a_source_that_is_no_mapping(source: Any) -> None:
+    laid, problems = lay_sources(artifacts(), {"model": source})
+    assert problems == [f"serving_plan_sources: model: {source!r} is no mapping; write {{type: path, path: /srv/...}}"]
+    assert laid == artifacts()
+
+
+def test_a_real_model_is_not_made_up() -> None:
+    laid, problems = lay_sources(artifacts(), {"model": {"type": "generated", "seed": 1}})
+    assert problems == ["serving_plan_sources: model: type 'generated' is not one of hub, path"]
+    assert laid == artifacts()
+    # the demo's is
+    assert lay({"model": {"seed": 7}}, "cpu")["model"] == {"type": "generated", "seed": 7}
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "hub", "repository": "example/pack", "revision": COMMIT},
+        {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": "drafter-code-k7"},
+        {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": "heads/code/"},
+        {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": ""},
+        {"type": "path", "path": "/srv/models/a model"},
+        {"type": "generated", "seed": 0},
+    ],
+)
+def test_sources_that_are_in_order(source: dict[str, Any]) -> None:
+    assert check_source("model", source) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        (MODEL, ["revision"]),
+        ({**MODEL, "revision": None}, ["revision"]),
+        ({"type": "hub"}, ["repository", "revision"]),
+        ({"type": "path", "path": ""}, ["path"]),
+        ({"type": "generated"}, ["seed"]),
+    ],
+)
+def test_what_nobody_has_filled_in_yet_is_no_mistake(source: dict[str, Any], missing: list[str]) -> None:
+    expected = [f"serving_plan_sources: model: {name} of the source of type {source['type']}" for name in missing]
+    assert check_source("model", source) == ([], expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"type": "https"}, "type 'https' is not one of hub, path"),
+        ({"type": ["hub"]}, "type ['hub'] is not one of hub, path"),
+        ({"type": {"hub": 1}}, "type {'hub': 1} is not one of hub, path"),
+        ({"path": "/srv/model"}, "type is missing; write type: hub or type: path"),
+        (
+            {"type": "path", "path": "/srv/model", "revision": COMMIT},
+            "unknown field 'revision' of a source of type path; it has path",
+        ),
+        (
+            {"type": "path", "path": "srv/model"},
+            "path 'srv/model' is not absolute; write the folder on the node from / on",
+        ),
+        ({"type": "path", "path": "~/model"}, "path '~/model' is not absolute; write the folder on the node from / on"),
+        (
+            {"type": "path", "path": "/srv/../etc"},
+            "path '/srv/../etc' has '..' or a control character in it; "
+            "write the folder on the node as it is, from / on",
+        ),
+        ({"type": "path", "path": 5}, "path: 5 is no text; put it in quotes"),
+        (
+            {**MODEL, "revision": "main"},
+            "revision 'main' is no commit; branches and tags move, so give a commit's 40 hex digits (0-9, a-f)",
+        ),
+        (
+            {**MODEL, "revision": COMMIT.upper()},
+            f"revision '{COMMIT.upper()}' is no commit; branches and tags move, so give a commit's 40 hex digits "
+            "(0-9, a-f)",
+        ),
+        (
+            {**MODEL, "revision": COMMIT + "\n"},
+            f"revision '{COMMIT}\\n' is no commit; branches and tags move, so give a commit's 40 hex digits (0-9, a-f)",
+        ),
+        # a commit of decimal digits alone is a number to YAML
+        ({**MODEL, "revision": 10**39}, f"revision: {10**39} is no text; put it in quotes"),
+        (
+            {**MODEL, "revision": COMMIT, "repository": "https://huggingface.co/a/b"},
+            "repository 'https://huggingface.co/a/b' is no name like owner/model",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "repository": "a/b/c"},
+            "repository 'a/b/c' is no name like owner/model",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "repository": "../b"},
+            "repository '../b' is no name like owner/model",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "folder": "../x"},
+            "folder '../x' is not inside the repository; write it like drafter-code-k7",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "folder": "/x"},
+            "folder '/x' is not inside the repository; write it like drafter-code-k7",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "folder": "x\ny"},
+            "folder 'x\\ny' is not inside the repository; write it like drafter-code-k7",
+        ),
+        ({**MODEL, "revision": COMMIT, "folder": False}, "folder: False is no text; put it in quotes"),
+        ({"type": "generated", "seed": "x"}, "seed: 'x' is no whole number; write seed: 0"),
+        ({"type": "generated", "seed": True}, "seed: True is no whole number; write seed: 0"),
+    ],
+)
+def test_a_wrong_source_is_named(source: dict[str, Any], problem: str) -> None:
+    assert check_source("model", source) == ([f"serving_plan_sources: model: {problem}"], [])
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    problems, missing = check_source("drafter", {"type": "hub", "repository": 1, "folder": "..", "token": "x"})
+    assert [text.split(": ", 2)[2].split(" ")[0].rstrip(":") for text in problems] == [
+        "unknown",
+        "repository",
+        "folder",
+    ]
+    assert missing == ["serving_plan_sources: drafter: revision of the source of type hub"]
+    # the value of a field that is not known may be a secret
+    assert "'token'" in problems[0] and "x;" not in problems[0]
+
+
+KINDS = st.sampled_from(["hub", "path", "generated"]) | ANYTHING
+FIELDS = st.sampled_from(["repository", "revision", "folder", "path", "seed"]) | st.text(max_size=5) | st.integers()
+SOURCES = st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, ANYTHING, max_size=4))
+
+
+@given(SOURCES | st.dictionaries(FIELDS, ANYTHING, max_size=3))
+def test_any_source_is_in_order_or_gets_sentences(source: dict[Any, Any]) -> None:
+    problems, missing = check_source("model", source)
+    assert all(text.startswith("serving_plan_sources: model: ") for text in [*problems, *missing])
+    if not problems and not missing:
+        assert source["type"] in ("hub", "path", "generated")
+        if source["type"] == "path":
+            assert source["path"].startswith("/")
+        if source["type"] == "hub":
+            assert len(source["revision"]) == 40 and source["repository"].count("/") == 1
+            assert not (source.get("folder") or "").startswith("/")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["model", "drafter"]) | ANYTHING.filter(lambda key: key.__hash__), ANYTHING | SOURCES
+    )
+)
+def test_any_mapping_is_laid_over_or_gets_sentences(sources: dict[Any, Any]) -> None:
+    laid, problems = lay_sources(artifacts(), sources)
+    assert list(laid) == ["model", "drafter"]
+    wrong = [key for key, source in sources.items() if key not in ("model", "drafter") or not isinstance(source, dict)]
+    assert len(problems) >= len(wrong)
+    for key in laid:
+        check_source(key, laid[key]["source"])
