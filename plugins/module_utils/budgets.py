@@ -9,15 +9,13 @@ setting is read from vLLM 0.33.0's sources. A sentence names setting, value, lim
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+MIB, GIB = 1024**2, 1024**3
 
 # The least memory (MiB) that was left on a card of a server that worked: 97,887 - 96,917, the 2x document.
 SMALLEST_FREE_MIB = 970
@@ -35,16 +33,6 @@ SHM_LEAST_PER_GPU_BYTES = 512 * MIB
 _ENGRAM_ROW, _ENGRAM_VALUES = 264, 256
 # The engine rounds the offload down to whole chunks of a few MiB, so this much less than asked for is no loss.
 _OFFLOAD_CHUNK_BYTES = 5 * MIB
-
-_VLLM_FACTORS = {
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": KIB, "M": MIB, "G": GIB, "T": 1024**4, "": 1,
-}  # fmt: skip
-# Fifteen digits are more than any machine has, even in bytes.
-_VLLM_SIZE = re.compile(r"([0-9]{1,15})((?:\.[0-9]{1,15})?)([kKmMgGtT]?)")
-
-
-class BudgetError(ValueError):
-    """A figure that no budget can be made from."""
 
 
 @dataclass(frozen=True)
@@ -129,37 +117,6 @@ def gib_text(size: int) -> str:
 
 def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------------
-
-
-def vllm_bytes(text: str) -> int:
-    """Return the bytes of a size as vLLM writes it: ``18G`` is 18 GiB, ``18g`` is 18 billion, ``18`` is 18.
-
-    :raises BudgetError: when it is no such size.
-    """
-    match = _VLLM_SIZE.fullmatch(text.strip())
-    if match is None:
-        raise BudgetError(f"'{text[:40]}' is no size that vLLM takes; write 18G for 18 GiB or 18g for 18 billion bytes")
-    return int(Fraction(match[1] + match[2]) * _VLLM_FACTORS[match[3]])
-
-
-def check_vllm_size(name: str, text: str) -> Findings:
-    """Refuse a size that vLLM's own parser refuses.
-
-    It takes a fraction with the decimal units (``1.5g``) and not with the binary ones, nor without a unit.
-    """
-    try:
-        size = vllm_bytes(text)
-    except BudgetError as error:
-        return _refuse(f"{name}: {error}")
-    if "." in text and text.strip()[-1] not in "kmgt":
-        return _refuse(
-            f"{name}: vLLM takes no fraction with a binary unit or without one (vLLM's sources), and '{text}' is one; "
-            f"write {max(1, size // MIB)}M"
-        )
-    return Findings()
 
 
 # --- GPU memory and KV cache ---------------------------------------------------------------------------------------
@@ -331,10 +288,10 @@ def graph_sizes(max_rows: int) -> list[int]:
     The engine itself would end at 512 rows on sm_120. It rounds sizes up to whole sequences (1 + draft tokens) and
     drops those that then exceed the last one, so the last must be a whole number of sequences.
 
-    :raises BudgetError: for less than one row.
+    :raises ValueError: for less than one row.
     """
     if max_rows < 1:
-        raise BudgetError(f"a decode step of {max_rows} rows has no CUDA graph; at least 1 is needed")
+        raise ValueError(f"a decode step of {max_rows} rows has no CUDA graph; at least 1 is needed")
     sizes = [1]
     size = 8
     while size < max_rows:
@@ -405,7 +362,7 @@ def engram_padding(table_bytes: int, layers: int, gpus: int) -> int:
     """Return the bytes that are lost to rounding when each GPU's part of the Engram tables is pinned block by block.
 
     PyTorch's pinned blocks are rounded up to a power of two: of 23.6 GiB a layer and GPU, values and scales become 32
-    and 1 GiB. Nothing is lost where :func:`engram_is_packed`.
+    and 1 GiB. Nothing is lost with ``engram-config.use_thp``.
 
     :param table_bytes: all tables of the model together.
     :param layers: the layers that have one.
@@ -416,20 +373,6 @@ def engram_padding(table_bytes: int, layers: int, gpus: int) -> int:
     part = _ceil_div(table_bytes, layers * gpus)
     values = part * _ENGRAM_VALUES // _ENGRAM_ROW
     return (_power_of_two(values) + _power_of_two(part - values)) * layers * gpus - table_bytes
-
-
-def engram_is_packed(engine_args: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Tell whether the Engram tables are pinned at their own size.
-
-    Either by ``engram-config.use_thp`` (one mapping of huge pages for each table), or by PyTorch's settings
-    ``pinned_max_round_threshold_mb`` and ``pinned_max_cached_size_mb``: larger blocks than either are not rounded, so
-    one of them must be below the smallest block (700 MiB of scales at four GPUs).
-    """
-    if any(name == "engram-config.use-thp" and _word(value) == "true" for name, _, value in _flat(engine_args)):
-        return True
-    settings = ",".join(str(environment.get(name, "")) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:\s*([0-9]{1,9})\b", settings)
-    return any(int(limit) <= 512 for limit in limits)
 
 
 def host_memory(
@@ -498,11 +441,12 @@ def _pools(node_sets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
 
 
 def _pool_bytes(pool: frozenset[int], memory: Mapping[int, int | None], node_bytes: int | None) -> int | None:
+    # All NUMA nodes together are the whole node, whose own figure stays right where memory is plugged in while it runs.
+    if pool == frozenset(memory) and node_bytes is not None:
+        return node_bytes
     sizes = [memory.get(node) for node in pool]
     known = [size for size in sizes if size is not None]
-    if pool and len(known) == len(sizes):
-        return sum(known)
-    return node_bytes if pool == frozenset(memory) else None
+    return sum(known) if pool and len(known) == len(sizes) else None
 
 
 def check_node_memory(
@@ -615,134 +559,3 @@ def check_parallel(attention_heads: int, tensor_parallel: int, experts: int, exp
                 f"take one of {fitting}"
             )
     return Findings(refusals=tuple(refusals))
-
-
-# --- engine arguments that fail on sm_120 --------------------------------------------------------------------------
-
-_B200 = "a data center Blackwell card (sm_100)"
-_HOPPER = "a Hopper card (sm_90)"
-_HOPPER_OR_B200 = "a Hopper or data center Blackwell card (sm_90, sm_100)"
-_AMD = "an AMD card"
-_MOE_REMEDY = "flashinfer_cutlass"
-_ATTENTION_REMEDY = "FLASHINFER_MLA_SPARSE_DSV41, or FLASHINFER_MLA_SPARSE_DSV4 for V4"
-# Short names for a part of one of the mappings, and short options.
-_ALIASES = {
-    "moe-backend": "kernel-config.moe-backend",
-    "sparse-indexer-topk-backend": "kernel-config.sparse-indexer-topk-backend",
-    "attention-backend": "attention-config.backend",
-    "ac": "attention-config",
-}
-_ARGUMENTS = (
-    *_ALIASES, "kernel-config", "attention-config", "additional-config", "kv-cache-dtype", "engram-config",
-)  # fmt: skip
-# By argument: the values (lower case, hyphens) that vLLM 0.33.0 has no sm_120 code for with what they want, and what to
-# take instead.
-_UNSUPPORTED: dict[str, tuple[dict[str, str], str]] = {
-    "kernel-config.moe-backend": (
-        {
-            "deep-gemm-mega-moe": _B200,
-            "flashinfer-moe-ep-mega-deep-gemm": _B200,
-            "flashinfer-trtllm": _B200,
-            "flashinfer-cutedsl": _B200,
-            "hpc": _HOPPER,
-            "aiter": _AMD,
-            "aiter-mega-moe": _AMD,
-            "aiter-triton-mxfp4-bf16": _AMD,
-            "aiter-triton-mxfp4-mxfp4": _AMD,
-            "flydsl": _AMD,
-            "rdna3": _AMD,
-        },
-        _MOE_REMEDY,
-    ),
-    "kernel-config.sparse-indexer-topk-backend": (
-        {"cooperative": _HOPPER_OR_B200, "deep-select": _B200, "aiter": _AMD},
-        "auto",
-    ),
-    "attention-config.backend": (
-        {
-            "flashmla": _HOPPER_OR_B200,
-            "flashmla-sparse": _HOPPER_OR_B200,
-            "flashmla-sparse-dsv4": _HOPPER_OR_B200,
-            "flashmla-sparse-dsv41": _HOPPER_OR_B200,
-            "flashmla-mega-attn-dsv41": _B200,
-            "flashinfer-mla": _B200,
-            "flashinfer-mla-sparse": _B200,
-            "flashinfer-mla-sparse-sm90": _HOPPER,
-            "cutlass-mla": _B200,
-            "tokenspeed-mla": _B200,
-            "flash-attn-mla": _HOPPER,
-            "flash-attn-mla-sparse": _HOPPER,
-            "flash-attn-mla-sparse-fa4": _B200,
-            "hpc-attn": _HOPPER,
-        },
-        _ATTENTION_REMEDY,
-    ),
-    "attention-config.indexer-kv-dtype": ({"mxfp4": _B200}, "fp8"),
-    "attention-config.indexer-sparse-logits": ({"true": _B200}, "false"),
-    "attention-config.mla-prefill-backend": (
-        {"flashinfer": _B200, "trtllm-ragged": _B200, "tokenspeed-mla": _B200},
-        "",
-    ),
-    "kv-cache-dtype": ({"nvfp4-ds-mla": _B200}, "fp8"),
-    "additional-config.decode-backend": ({"latency-specialized": "a GB300 card (sm_103) and NVLink"}, "auto"),
-}
-# Gone from 0.33.0, whose parser refuses the name whatever its value; recipes for B200 still carry it.
-_GONE = {"attention-config.use-fp4-indexer-cache": "attention-config.indexer_kv_dtype: fp8"}
-
-
-def _word(value: Any) -> str:
-    return str(value).strip().lower().replace("_", "-")
-
-
-def _canonical(name: str) -> str:
-    """Return an argument's whole name in lower case with hyphens; vLLM's parser also takes the beginning of one."""
-    first, dot, rest = name.strip().lstrip("-").lower().replace("_", "-").partition(".")
-    if first and first not in _ARGUMENTS:
-        first = next((known for known in _ARGUMENTS if len(first) > 2 and known.startswith(first)), first)
-    return _ALIASES.get(first, first) + dot + rest
-
-
-def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """Return the mapping that a value is, or that its JSON text means."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, Mapping) else None
-
-
-def _flat(engine_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield whole name, name as given, and value of every argument, and of every part of those that are mappings."""
-    waiting = [(_canonical(str(key)), str(key), value) for key, value in engine_args.items()]
-    while waiting:
-        name, given, value = waiting.pop(0)
-        parts = _parts(value)
-        if parts is None:
-            yield name, given, value
-        else:
-            waiting += [(f"{name}.{_word(key)}", f"{given}.{key}", part) for key, part in parts.items()]
-
-
-def unsupported_arguments(engine_args: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for every engine argument that cannot work on sm_120 cards (RTX PRO 6000 Blackwell).
-
-    Recipes for B200 carry such arguments. The engine would fail on them after minutes, when the model is loaded.
-
-    :param engine_args: names in any of vLLM's spellings (``moe-backend``, ``kernel-config.moe_backend``, or
-        ``kernel_config`` with a mapping or its JSON text).
-    """
-    problems = []
-    for name, given, value in _flat(engine_args):
-        if name in _GONE:
-            problems.append(
-                f"engine_args: '{given}' is gone from vLLM 0.33.0 and was for {_B200}; leave it out, or write "
-                f"{_GONE[name]}"
-            )
-        wants, instead = _UNSUPPORTED.get(name, ({}, ""))
-        if _word(value) in wants:
-            problems.append(
-                f"engine_args: '{given}: {value}' needs {wants[_word(value)]}, and these cards are sm_120 (vLLM's "
-                f"sources); leave it out" + (f", or take {instead}" if instead else "")
-            )
-    return problems

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.profile_budget import Budget, budget
 from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import (
     DRAFTER_PATH,
     check_engine_args,
@@ -26,6 +25,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.placement import 
     place_on_gpus,
     select_gpus,
 )
+from ansible_collections.serving.gpu_node.plugins.module_utils.profile_budget import Budget, budget
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     AUTO,
     SettingsError,

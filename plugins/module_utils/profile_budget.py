@@ -12,8 +12,8 @@ from ansible_collections.serving.gpu_node.plugins.module_utils import budgets
 from ansible_collections.serving.gpu_node.plugins.module_utils.budgets import Findings
 from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import lay_over
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import Domain, Place
-from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO, podman_bytes
-from ansible_collections.serving.gpu_node.plugins.module_utils.budgets import unsupported_arguments
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO, podman_bytes, vllm_bytes
+from ansible_collections.serving.gpu_node.plugins.module_utils.unsupported_args import unsupported_arguments
 
 GIB = 2**30
 MIB = 2**20
@@ -56,9 +56,7 @@ def check_caps(places: Iterable[Place], cap: str) -> list[str]:
     return problems
 
 
-def budget(
-    profile: dict[str, Any], settings: dict[str, Any], places: list[Place], topology: dict[str, Any]
-) -> Budget:
+def budget(profile: dict[str, Any], settings: dict[str, Any], places: list[Place], topology: dict[str, Any]) -> Budget:
     """Return what the settings come to.
 
     :param settings: resolved settings.
@@ -79,7 +77,11 @@ def _gpu_budget(
     sizes_known = [gpu["memory_mib"] for place in places for gpu in place.gpus if gpu["memory_mib"]]
     card = min(sizes_known, default=None)
     bars, expected, findings = _gpu_memory(settings, measured, card)
-    findings += [_check_model(profile, settings), _check_drafter(profile, settings), _check_rows(profile, settings, rows)]
+    findings += [
+        _check_model(profile, settings),
+        _check_drafter(profile, settings),
+        _check_rows(profile, settings, rows),
+    ]
     findings.append(Findings(tuple(unsupported_arguments(settings["engine_args"]))))
     gib = budgets.offload_gib(settings.get("kv_offload_gb", 0))
     offload = budgets.offload_bytes(gib)
@@ -87,7 +89,9 @@ def _gpu_budget(
     findings.append(budgets.check_shm(podman_bytes(shm), offload, size))
     host_bars, host = _host_memory(profile, settings, offload, places, topology)
     found = budgets.merge([*findings, host])
-    shm_text = f"{budgets.gib_text(offload)} of KV offload, the rest for queues and NCCL" if offload else "queues and NCCL"
+    shm_text = (
+        f"{budgets.gib_text(offload)} of KV offload, the rest for queues and NCCL" if offload else "queues and NCCL"
+    )
     shm_bar = _bar("/dev/shm", offload / GIB, podman_bytes(shm) / GIB, "GiB", "derived", shm_text)
     if sizes:
         expected["graph_sizes"] = sizes
@@ -124,8 +128,9 @@ def _gpu_memory(
         expected: dict[str, Any] = {"vram_peak_mib": measured["peak_mib"]}
         findings = [found]
     else:
-        kv_bytes = budgets.vllm_bytes(settings["kv_cache_memory"])
+        kv_bytes = vllm_bytes(settings["kv_cache_memory"])
         kv_cache, after_boot = _kv_reference(measured)
+        source = f"the {measured['document']} document"
         tokens = budgets.kv_tokens(kv_bytes, kv_cache)
         vram = budgets.vram_after_boot(kv_bytes, after_boot, total)
         same = kv_bytes == after_boot["kv_bytes"] and total == measured_card
@@ -140,8 +145,8 @@ def _gpu_memory(
             )
         ]
         findings = [
-            budgets.check_window(window, tokens),
-            budgets.check_vram(kv_bytes, after_boot, measured_card, card),
+            budgets.check_window(window, tokens, source=source),
+            budgets.check_vram(kv_bytes, after_boot, measured_card, card, source=source),
         ]
         expected = {"vram_after_boot_mib": vram.other_mib + vram.kv_mib}
     full = budgets.full_length_requests(tokens, window)
@@ -192,8 +197,8 @@ def _check_rows(profile: dict[str, Any], settings: dict[str, Any], rows: int) ->
         found.append(
             Findings(
                 warnings=(
-                    f"max_num_seqs: {rows:,} rows ({settings['max_num_seqs']} sequences x (1 + {drafts})) are more than "
-                    f"the largest CUDA graph of {captured}, and such batches decode without one; set "
+                    f"max_num_seqs: {rows:,} rows ({settings['max_num_seqs']} sequences x (1 + {drafts})) are more "
+                    f"than the largest CUDA graph of {captured}, and such batches decode without one; set "
                     f"engine_args: {{max-cudagraph-capture-size: {rows}}}",
                 )
             )
@@ -208,7 +213,8 @@ def _host_memory(
     size, tables = settings["tensor_parallel_size"], profile["measured"].get("engram", {"gib": 0, "layers": 1})
     arguments = lay_over(profile["engine_args"], settings["engine_args"])
     engram = int(tables["gib"] * GIB)
-    packed = budgets.engram_is_packed(arguments, profile["environment"])
+    tables_config = arguments.get("engram-config")
+    packed = isinstance(tables_config, dict) and tables_config.get("use_thp") is True
     padding = 0 if packed else budgets.engram_padding(engram, tables["layers"], size)
     need = budgets.host_memory(engram, padding, offload, size)
     cap = podman_bytes(settings["container_memory"])

@@ -8,13 +8,19 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 # What podman takes for --memory and --shm-size: a whole number of bytes, or of binary k, m, g.
-_PODMAN_SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
+# Fifteen digits are more than any machine has.
+_PODMAN_SIZE = re.compile(r"[1-9][0-9]{0,14}[bkmg]?")
 _PODMAN_FACTORS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 # vLLM's human-readable integers: k, m, g, t are decimal, and only they take a fraction; K, M, G, T are binary.
-_VLLM_SIZE = re.compile(r"[1-9][0-9]*(?:(?:\.[0-9]+)?[kmgt]|[KMGT])?")
+_VLLM_SIZE = re.compile(r"[1-9][0-9]{0,14}(?:(?:\.[0-9]{1,15})?[kmgt]|[KMGT])?")
+
+
+_VLLM_FACTORS = {"": 1} | {unit: 1000**power for power, unit in enumerate("kmgt", 1)}
+_VLLM_FACTORS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 class SettingsError(ValueError):
@@ -144,6 +150,12 @@ _BY_ENVIRONMENT = {setting.environment: name for name, setting in SETTINGS.items
 def podman_bytes(size: str) -> int:
     """Return the bytes of a podman size like ``4g``."""
     return int(size.rstrip("bkmg")) * _PODMAN_FACTORS.get(size[-1], 1)
+
+
+def vllm_bytes(size: str) -> int:
+    """Return the bytes of a vLLM size: ``18G`` is 18 GiB, ``18g`` is 18 billion."""
+    number = size.rstrip("kmgtKMGT")
+    return int(Fraction(number) * _VLLM_FACTORS[size[len(number) :]])
 
 
 def _nearest(name: str, profile: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     podman_bytes,
     recipe_environment,
     resolve_settings,
+    vllm_bytes,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,7 +221,7 @@ def test_auto_is_taken_where_the_profile_has_it() -> None:
     assert "is no size that podman takes" in problems({"shm_size": "auto"})[0]
 
 
-@pytest.mark.parametrize("size", ["1.5G", "18GiB", "18GB", "0.5", "-1g", "18 G"])
+@pytest.mark.parametrize("size", ["1.5G", "18GiB", "18GB", "0.5", "-1g", "18 G", "٣G", "9" * 16])
 def test_sizes_that_the_engines_parser_refuses(size: str) -> None:
     assert "is no size that vLLM takes" in problems({"kv_cache_memory": size})[0]
 
@@ -244,6 +245,24 @@ def test_the_environment_has_the_recipes_names_and_spelling() -> None:
 )
 def test_podmans_sizes_are_binary(size: str, size_in_bytes: int) -> None:
     assert podman_bytes(size) == size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "size_in_bytes"),
+    [
+        ("18G", 19_327_352_832),
+        ("18g", 18_000_000_000),
+        ("1.5g", 1_500_000_000),
+        ("64M", 67_108_864),
+        ("25.6k", 25_600),
+        ("2K", 2_048),
+        ("1T", 1_099_511_627_776),
+        ("19327352832", 19_327_352_832),
+    ],
+)
+def test_the_engines_sizes_are_decimal_or_binary(size: str, size_in_bytes: int) -> None:
+    assert vllm_bytes(size) == size_in_bytes
+    assert resolve_settings(DEFAULTS, {"kv_cache_memory": size})["kv_cache_memory"] == size
 
 
 @given(st.dictionaries(st.sampled_from([*SETTINGS, *ENVIRONMENT]) | st.text() | st.integers(), ANYTHING, max_size=5))
