@@ -170,7 +170,25 @@ def _kv_reference(measured: dict[str, Any]) -> tuple[dict[str, int], dict[str, i
 def _check_model(profile: dict[str, Any], settings: dict[str, Any]) -> Findings:
     model, size = profile["model"], settings["tensor_parallel_size"]
     experts = size if settings.get("expert_parallel") else 1
-    return budgets.check_parallel(model["attention_heads"], size, model["routed_experts"], experts)
+    # What is not known of a model is 0, which every size divides.
+    found = budgets.check_parallel(model.get("attention_heads", 0), size, model.get("routed_experts", 0), experts)
+    return budgets.merge([found, _check_size(profile["measured"], size)])
+
+
+def _check_size(measured: dict[str, Any], size: int) -> Findings:
+    """Say that figures were measured with another number of GPUs; fewer do not hold the weights."""
+    reference, card = measured["tensor_parallel_size"], measured["card_mib"]
+    _, after_boot = _kv_reference(measured)
+    each = after_boot["mib"] - after_boot["kv_bytes"] // MIB
+    said = f"tensor_parallel_size: all figures are of {reference} GPUs (the {measured['document']} document)"
+    if size < reference:
+        return Findings(
+            (
+                f"{said}; on {size} the {each:,} MiB that each holds beside the KV cache are about "
+                f"{each * reference // size:,} of the card's {card:,}; set it to {reference}",
+            )
+        )
+    return Findings(warnings=(f"{said}; {size} leave more room than is shown",)) if size > reference else Findings()
 
 
 def _check_drafter(profile: dict[str, Any], settings: dict[str, Any]) -> Findings:
