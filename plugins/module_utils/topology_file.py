@@ -228,9 +228,12 @@ def load_topology(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict):
         raise TopologyError(
-            f"the file holds {_short(data)}; a topology saved by playbooks/topology.yml is needed, or what "
-            "'nvidia-smi topo -m' prints"
+            f"the file holds {'nothing' if data is None else _short(data)}; needed is a topology saved by "
+            "playbooks/topology.yml, or what 'nvidia-smi topo -m' prints"
         )
+    if "schema" in data:
+        # Before anything else: another version has other fields.
+        _schema("schema", data["schema"])
     topology: dict[str, Any] = _TOPOLOGY("", data)
     topology["cpus"] = _unique("cpus", topology["cpus"], "CPU")
     topology["numa_nodes"] = _checked_nodes(topology)

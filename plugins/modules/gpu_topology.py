@@ -91,6 +91,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,7 @@ def read_driver(root: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], 
     return driver, known, warnings
 
 
-def ask_nvidia_smi(command: str, arguments: list[str], seconds: float = NVIDIA_SMI_SECONDS) -> tuple[str, str]:
+def ask_nvidia_smi(command: str, arguments: list[str]) -> tuple[str, str]:
     """Run nvidia-smi.
 
     :returns: what it printed, and a sentence when it failed or did not end in time.
@@ -248,6 +249,7 @@ def ask_nvidia_smi(command: str, arguments: list[str], seconds: float = NVIDIA_S
             encoding="utf-8",
             errors="replace",
             env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
         )
     except OSError as error:
         return "", f"{shown} could not be started: {error.strerror or error}"
@@ -255,13 +257,13 @@ def ask_nvidia_smi(command: str, arguments: list[str], seconds: float = NVIDIA_S
         if process.stdout:
             stack.callback(process.stdout.close)
         try:
-            text, _ = process.communicate(timeout=seconds)
+            text, _ = process.communicate(timeout=NVIDIA_SMI_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             # One that waits in the driver does not die of it, so it is not waited for.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            return "", f"{shown} did not answer in {seconds:g} s; look into the kernel's log, enable persistence mode"
+            return "", f"{shown} did not answer in {NVIDIA_SMI_SECONDS} s; look into the kernel's log"
     if process.returncode:
         # The GPUs that work come first, the complaint after them.
         said = [line.strip() for line in text.splitlines() if line.strip() and not pci_address(line.split(",")[0])]

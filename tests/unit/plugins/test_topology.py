@@ -314,8 +314,9 @@ def test_links_from_paths(one: str, other: str, nodes: tuple[int | None, int | N
     st.lists(st.tuples(st.text(alphabet="pci0:/1.") | st.text(), st.none() | st.integers(0, 3)), max_size=16),
 )
 def test_any_paths_give_each_pair_one_known_link_at_most(cards: list[tuple[str, int | None]]) -> None:
-    gpus = [{"pci_address": f"0000:{number:02x}:00.0", "numa_node": node} for number, (_, node) in enumerate(cards)]
-    links = pcie_links(gpus, {gpu["pci_address"]: path for gpu, (path, _) in zip(gpus, cards, strict=True)})
+    addresses = [f"0000:{number:02x}:00.0" for number in range(len(cards))]
+    gpus = [{"pci_address": name, "numa_node": node} for name, (_, node) in zip(addresses, cards, strict=True)]
+    links = pcie_links(gpus, {name: path for name, (path, _) in zip(addresses, cards, strict=True)})
     assert {kind for _, _, kind in links} <= set(PCIE_LINKS)
     pairs = [(one, other) for one, other, _ in links]
     assert pairs == sorted(set(pairs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def nodes_of(matrix: dict[str, Any]) -> list[list[int] | None]:
 def matrix_text(
     links: list[list[str]],
     columns: tuple[str, ...] = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID"),
-    values: list[tuple[str, ...]] | None = None,
+    values: Sequence[tuple[str, ...]] | None = None,
     names: list[str] | None = None,
     tabs: bool = True,
 ) -> str:
