@@ -337,7 +337,8 @@ def test_the_8x_profile_has_the_documents_values(parsed: dict[str, dict[str, Any
 def test_the_8x_plan_sets_nothing_that_its_command_line_does_not(parsed: dict[str, dict[str, Any]]) -> None:
     plan, command = values_of(parsed, "plan-8x-0"), values_of(parsed, "line-8x")
     paths_and_endpoint = {"model", "model_tag", "served_model_name", "port", "shutdown_timeout", "speculative_config"}
-    assert differing(plan, command) <= paths_and_endpoint | {"kv_offloading_size"}
+    # packed Engram tables are ours: the line was written before their rounding was known
+    assert differing(plan, command) <= paths_and_endpoint | {"kv_offloading_size", "engram_config"}
 
 
 def test_three_draft_tokens_end_the_graphs_at_512_rows(parsed: dict[str, dict[str, Any]]) -> None:
