@@ -123,6 +123,7 @@ class World(Host):
         self.units = {i: FakeUnit() for i in (0, 1)}
         self.bad_releases: set[str] = set()
         self.stuck: set[int] = set()  # units that systemd cannot stop
+        self.failing: set[int] = set()  # starts that are under way and will fail
         self.stale: set[int] = set()  # replicas with a stale container
         self.kill_at: int | None = None
         self._effects = 0
@@ -299,6 +300,10 @@ class World(Host):
             )
             self.stop_unit(index)
             return Result(0)
+        if argv[1] == "start" and (unit.active, unit.sub) == ("activating", "start-post"):
+            # Joins the start that is under way.
+            unit.active, unit.sub = ("activating", "auto-restart") if index in self.failing else ("active", "running")
+            return Result(1, stderr="Job failed.") if index in self.failing else Result(0)
         if argv[1] == "start":
             return Result(0) if unit.active == "active" or self._start(index) else Result(1, stderr="Job failed.")
         assert argv[1] == "reset-failed"

@@ -64,6 +64,41 @@ def test_unit_that_does_not_run_is_started_again(world: World) -> None:
     check(world, 0)
 
 
+def test_a_start_that_is_under_way_is_waited_for(world: World) -> None:
+    """After a boot, for example: what it has loaded is not thrown away."""
+    world.units[0].active, world.units[0].sub = "activating", "start-post"
+    world.commands.clear()
+    assert do(world, 0, "A") is None
+    verbs = [command[1] for command in world.commands if command[0] == "systemctl"]
+    assert "start" in verbs and "stop" not in verbs and "reset-failed" not in verbs
+    assert any("is being started already, waiting for it" in line for line in world.said)
+    assert world.units[0].active == "active"
+
+
+def test_a_start_that_is_under_way_and_fails_is_done_again(world: World) -> None:
+    world.units[0].active, world.units[0].sub = "activating", "start-post"
+    world.failing.add(0)
+    journal = do(world, 0, "A")
+    assert journal is not None and journal.outcome == "new"
+    check(world, 0)
+
+
+def test_another_release_does_not_wait_for_a_start(world: World) -> None:
+    world.units[0].active, world.units[0].sub = "activating", "start-post"
+    journal = do(world, 0, "B")
+    assert journal is not None and journal.outcome == "new"
+    assert not any("waiting for it" in line for line in world.said)
+    check(world, 0)
+
+
+def test_a_unit_between_two_tries_is_not_waited_for(world: World) -> None:
+    world.stop_unit(0)
+    world.units[0].active, world.units[0].sub = "activating", "auto-restart"
+    journal = do(world, 0, "A")
+    assert journal is not None and journal.outcome == "new"
+    assert not any("waiting for it" in line for line in world.said)
+
+
 def _bad_release(world: World, release: str) -> None:
     world.bad_releases.add(release)
 

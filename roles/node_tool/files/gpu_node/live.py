@@ -45,6 +45,9 @@ class LiveNode:
     def active(self, index: int) -> bool:
         return self._tool.unit_state(index).active == "active"
 
+    def loading(self, index: int) -> bool:
+        return self._tool.unit_state(index).word == "activating"
+
     def reasons(self, index: int) -> Sequence[str]:
         return self._tool.reasons.of(index)
 
@@ -80,7 +83,8 @@ class LiveNode:
                 host.say(line)
 
         since = host.wall_clock()
-        host.run(["systemctl", "reset-failed", unit])
+        if not self.loading(index):
+            host.run(["systemctl", "reset-failed", unit])
         with host.follow(["journalctl", "-q", "-f", "-n", "0", "-u", unit, "-o", "cat"], relay):
             done = host.run(["systemctl", "start", unit], timeout_s=node.start_timeout_s + 120)
         if done.returncode or not self.active(index):

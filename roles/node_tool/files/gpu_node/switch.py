@@ -83,6 +83,9 @@ class Node(Protocol):
 
     def active(self, index: int) -> bool: ...
 
+    def loading(self, index: int) -> bool:
+        """Whether systemd is in the middle of its start, and not between two tries."""
+
     def reasons(self, index: int) -> Sequence[str]: ...
 
     def take_out(self, index: int) -> None:
@@ -232,8 +235,9 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
         node.say(f"replica {index}: {target} takes the place of {old.target}, whose switch was at step {old.step}")
         return Journal(old.source, target, "drain" if old.step == "drain" else "stop", force_drain)
     current = node.linked(index, "current")
-    if current == target and node.active(index) and "rollout" not in node.reasons(index):
-        return None
+    if current == target and "rollout" not in node.reasons(index):
+        if node.active(index) or (node.loading(index) and _join_start(node, index, target)):
+            return None
     node.check_release(index, target)
     # After a failed switch `current` may be a release that never served: what did serve stays the way back.
     source = old.source if old is not None and old.outcome == "failed" else current
@@ -241,6 +245,20 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
         if other != index and (reasons := node.reasons(other)):
             node.say(f"replica {index}: warning: replica {other} is out too ({', '.join(reasons)})")
     return Journal(source, target, "drain", force_drain)
+
+
+def _join_start(node: Node, index: int, target: str) -> bool:
+    """Wait for a start that is under way, after a boot for example: to begin again would lose what it has loaded.
+
+    False when it fails.
+    """
+    node.say(f"replica {index}: release {target} is being started already, waiting for it")
+    try:
+        node.start(index)
+    except StepError as error:
+        node.say(f"replica {index}: {error}; starting it again")
+        return False
+    return True
 
 
 def _finish(node: Node, index: int, journal: Journal) -> Journal:
