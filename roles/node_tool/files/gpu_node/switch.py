@@ -235,9 +235,9 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
         node.say(f"replica {index}: {target} takes the place of {old.target}, whose switch was at step {old.step}")
         return Journal(old.source, target, "drain" if old.step == "drain" else "stop", force_drain)
     current = node.linked(index, "current")
-    if current == target and "rollout" not in node.reasons(index):
-        if node.active(index) or (node.loading(index) and _join_start(node, index, target)):
-            return None
+    unchanged = current == target and "rollout" not in node.reasons(index)
+    if unchanged and (node.active(index) or (node.loading(index) and _join_start(node, index, target))):
+        return None
     node.check_release(index, target)
     # After a failed switch `current` may be a release that never served: what did serve stays the way back.
     source = old.source if old is not None and old.outcome == "failed" else current
