@@ -369,15 +369,21 @@ def _span_problem(
     )
 
 
-def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings: dict[str, Any]) -> list[Place]:
-    """Place replicas on groups of GPUs, each inside one socket by the measured NUMA nodes.
+@dataclass(frozen=True)
+class _Groups:
+    """Groups of GPUs by their domain, those of no domain, and the GPUs that are in no group of one socket."""
 
-    :param gpus: the GPUs to use, exactly as many as the replicas need together.
-    :param settings: ``tensor_parallel_size``, ``cpus_per_replica``, ``span_sockets``, ``mixed_gpus``.
-    :raises PlacementError: when a replica would span sockets or mix models without leave, or lacks CPUs.
-    """
-    size, links = settings["tensor_parallel_size"], topology["links"]
-    table, nowhere, of_node = _Links(links), whole_machine(topology), socket_domains(topology)
+    homes: dict[Domain, list[list[dict[str, Any]]]]
+    homeless: list[list[dict[str, Any]]]
+    left: list[dict[str, Any]]
+
+    @property
+    def whole(self) -> list[list[dict[str, Any]]]:
+        return [group for groups in self.homes.values() for group in groups] + self.homeless
+
+
+def _group(gpus: list[dict[str, Any]], size: int, table: _Links, of_node: dict[int, Domain]) -> _Groups:
+    """Make groups of ``size`` GPUs that are each inside one socket, as many as there are."""
     by_domain: dict[Domain, list[dict[str, Any]]] = {}
     # By NUMA node where nothing can be pinned to it: such GPUs are apart from all others, and not of unknown place.
     bare: dict[int, list[dict[str, Any]]] = {}
@@ -391,8 +397,8 @@ def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings
         else:
             bare.setdefault(node, []).append(gpu)
     homes = {domain: _take_groups(by_domain[domain], size, table) for domain in sorted(by_domain, key=_by_nodes)}
-    rests = [*by_domain.values(), *(bare[node] for node in sorted(bare))]
     homeless = [group for node in sorted(bare) for group in _take_groups(bare[node], size, table)]
+    rests = [*by_domain.values(), *(bare[node] for node in sorted(bare))]
     # A GPU of unknown place may complete what is left over in a domain: nobody can say that it spans.
     for rest in rests:
         if rest and len(rest) + len(free) >= size:
@@ -401,17 +407,44 @@ def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings
             rest.clear()
             free = [gpu for gpu in free if gpu not in group]
     homeless += _take_groups(free, size, table)
-    whole = [group for groups in homes.values() for group in groups] + homeless
-    left = sorted((gpu for rest in [*rests, free] for gpu in rest), key=_bus_order)
-    if left and not settings["span_sockets"]:
-        raise PlacementError([_span_problem(left, whole, size, of_node)])
-    spanning = _take_groups(left, size, table)
-    problems = [] if settings["mixed_gpus"] else _check_models(whole + spanning)
+    return _Groups(homes, homeless, sorted((gpu for rest in [*rests, free] for gpu in rest), key=_bus_order))
+
+
+def count_remedy(topology: dict[str, Any], gpus: list[dict[str, Any]], replicas: int, size: int) -> str:
+    """Say how GPUs that are more or fewer than ``replicas`` of ``size`` need can serve: settings that work as given."""
+    groups = _group(gpus, size, _Links(topology["links"]), socket_domains(topology)).whole
+    whole = [group for group in groups if len({_model(gpu) for gpu in group}) == 1]
+    count = min(len(whole), replicas)
+    named = _addresses(gpu for group in whole[:count] for gpu in group)
+    remedies = []
+    if whole and len(whole) * size == len(gpus):
+        remedies.append(f"set replicas: {len(whole)}")
+    if count == replicas:
+        remedies.append(f"set gpus: {named}")
+    elif count and not remedies:
+        remedies.append(f"set replicas: {count} and gpus: {named}")
+    return ", or ".join(remedies) or f"no {size} of them are on one socket and of one model, so add or move cards"
+
+
+def place_on_gpus(topology: dict[str, Any], gpus: list[dict[str, Any]], settings: dict[str, Any]) -> list[Place]:
+    """Place replicas on groups of GPUs, each inside one socket by the measured NUMA nodes.
+
+    :param gpus: the GPUs to use, exactly as many as the replicas need together.
+    :param settings: ``tensor_parallel_size``, ``cpus_per_replica``, ``span_sockets``, ``mixed_gpus``.
+    :raises PlacementError: when a replica would span sockets or mix models without leave, or lacks CPUs.
+    """
+    size, links = settings["tensor_parallel_size"], topology["links"]
+    table, nowhere, of_node = _Links(links), whole_machine(topology), socket_domains(topology)
+    found = _group(gpus, size, table, of_node)
+    if found.left and not settings["span_sockets"]:
+        raise PlacementError([_span_problem(found.left, found.whole, size, of_node)])
+    spanning = _take_groups(list(found.left), size, table)
+    problems = [] if settings["mixed_gpus"] else _check_models(found.whole + spanning)
     if problems:
         raise PlacementError(problems)
     per_replica, cores = settings["cpus_per_replica"], topology["cores"]
-    placed = [place for domain, taken in homes.items() for place in _places(domain, taken, cores, per_replica)]
-    others: dict[Domain, list[list[dict[str, Any]]]] = {nowhere: homeless} if homeless else {}
+    placed = [place for domain, taken in found.homes.items() for place in _places(domain, taken, cores, per_replica)]
+    others: dict[Domain, list[list[dict[str, Any]]]] = {nowhere: found.homeless} if found.homeless else {}
     for group in spanning:
         touched = [of_node.get(gpu["numa_node"], nowhere) for gpu in group]
         others.setdefault(nowhere if nowhere in touched else _merge(touched), []).append(group)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import (
     MOST_GROUPS,
     Place,
     PlacementError,
     check_gpus,
+    count_remedy,
     full_address,
     place_on_cpus,
     place_on_gpus,
@@ -136,10 +138,8 @@ def test_five_cards_the_first_of_them_on_the_second_node() -> None:
 
 def test_a_virtual_machine_whose_sysfs_says_minus_one() -> None:
     node = published("topo_vm_1gpu_sysfs_numa_minus1")
-    plan = intent({"tensor_parallel_size": 1, "gpus": ["GPU0"], "max_model_len": 16}, node, name="2x")
-    (replica,) = plan["replicas"]
-    assert (replica["cpus"], replica["memory_nodes"]) == ("", "")
-    assert len([text for text in plan["warnings"] if "NUMA node of GPUs of replica 0" in text]) == 1
+    assert [item["id"] for item in node["numa_nodes"]] == [0]
+    assert spots(place(node, size=1)) == [("", ())]
 
 
 def test_a_virtual_machine_where_only_one_pair_of_four_is_behind_a_switch() -> None:
@@ -289,6 +289,40 @@ def test_any_other_number_of_cards_is_refused_with_both_numbers(count: int) -> N
     (problem,) = plan_problems({}, node)
     assert f"needs 8 GPUs, and there are {count}: 0000:00:00.0 (" in problem
     assert address(count - 1) in problem
+
+
+@pytest.mark.parametrize(
+    ("where", "replicas", "remedy"),
+    [
+        # seven of eight: the complete four
+        ([0, 0, 0, 0, 1, 1, 1], 2, f"set replicas: 1 and gpus: {[address(n) for n in range(4)]}"),
+        ([1, 1, 1, 0, 0, 0, 0], 2, f"set replicas: 1 and gpus: {[address(n) for n in range(3, 7)]}"),
+        # eight cards and one replica
+        ([0] * 4 + [1] * 4, 1, f"set replicas: 2, or set gpus: {[address(n) for n in range(4)]}"),
+        # nine cards
+        ([0] * 4 + [1] * 5, 2, f"set gpus: {[address(n) for n in range(8)]}"),
+        ([0, 0, 0, 0], 2, "set replicas: 1"),
+        ([0, 0, 0, 1, 1, 1, 1], 1, f"set gpus: {[address(n) for n in range(3, 7)]}"),
+        ([0, 0, 1, 1, 1, 0], 2, "no 4 of them are on one socket and of one model, so add or move cards"),
+        ([0], 1, "no 4 of them are on one socket and of one model, so add or move cards"),
+    ],
+)
+def test_another_number_of_cards_has_a_remedy_that_works(where: list[int], replicas: int, remedy: str) -> None:
+    node = machine(halves(), where)
+    assert count_remedy(node, node["gpus"], replicas, 4) == remedy
+    for settings in remedy.split(", or ") if "set " in remedy else []:
+        given_settings = yaml.safe_load("{" + settings.replace("set ", "").replace(" and ", ", ") + "}")
+        plan = intent({"replicas": replicas, **given_settings}, node, name="8x")
+        assert len(plan["replicas"]) == given_settings.get("replicas", replicas)
+
+
+def test_no_remedy_mixes_models() -> None:
+    node = machine(halves(), [0] * 6)
+    for number in (0, 2, 5):
+        node["gpus"][number]["device_id"] = MAX_Q
+    assert count_remedy(node, node["gpus"], 1, 4).startswith("no 4 of them are on one socket and of one model")
+    node["gpus"][5]["device_id"] = SERVER
+    assert count_remedy(node, node["gpus"], 1, 4) == f"set gpus: {[address(n) for n in (1, 3, 4, 5)]}"
 
 
 @pytest.mark.parametrize(
