@@ -123,6 +123,9 @@ class World(Host):
         self.units = {i: FakeUnit() for i in (0, 1)}
         self.bad_releases: set[str] = set()
         self.stuck: set[int] = set()  # units that systemd cannot stop
+        self.gpus: list[str] = []  # UUIDs that the driver sees
+        self.gpu_processes: list[str] = []  # rows of nvidia-smi's compute apps
+        self.driver_hangs = False
         self.failing: set[int] = set()  # starts that are under way and will fail
         self.stale: set[int] = set()  # replicas with a stale container
         self.kill_at: int | None = None
@@ -286,6 +289,11 @@ class World(Host):
         if argv[0] == "journalctl":
             lines = [json.dumps({"MESSAGE": line, "_PID": "77"}) for line in ("loading weights", "boom")]
             return Result(0, "\n".join(lines))
+        if argv[0] == "nvidia-smi":
+            rows = self.gpus if argv[1].startswith("--query-gpu") else self.gpu_processes
+            return (
+                Result(124, stderr="nvidia-smi was still running") if self.driver_hangs else Result(0, "\n".join(rows))
+            )
         if argv[0] == "podman":
             return self._podman(argv)
         index = int(argv[-1].partition("@")[2].partition(".")[0])

@@ -52,6 +52,48 @@ def test_prepare_names_a_leftover_process(stopped: World) -> None:
         steps(stopped).prepare()
 
 
+GPU = "GPU-11111111-2222-3333-4444-000000000001"
+OTHER_GPU = "GPU-11111111-2222-3333-4444-000000000002"
+
+
+@pytest.fixture
+def on_gpu(stopped: World) -> World:
+    """Replica 0 stopped, its release made for a GPU that the driver sees."""
+    release = stopped.make_release(0, "G", gpus=[{"pci_address": "0000:41:00.0", "uuid": GPU}])
+    (stopped.paths.replica(0) / "current").unlink()
+    (stopped.paths.replica(0) / "current").symlink_to(f"../../releases/{release}")
+    stopped.gpus = [GPU, OTHER_GPU]
+    return stopped
+
+
+def test_prepare_on_a_free_gpu(on_gpu: World) -> None:
+    on_gpu.gpu_processes = [f"{OTHER_GPU}, 62, 90000"]
+    steps(on_gpu).prepare()
+    assert any("starting release" in line for line in on_gpu.said)
+
+
+def test_prepare_names_a_gpu_that_is_gone(on_gpu: World) -> None:
+    on_gpu.gpus = [OTHER_GPU]
+    with pytest.raises(GateError, match=rf"the driver does not see GPU {GPU} \(0000:41:00\.0\): look for 'Xid'"):
+        steps(on_gpu).prepare()
+
+
+def test_prepare_names_what_holds_a_gpu(on_gpu: World) -> None:
+    """An engine that outlived its server holds the memory that the next one needs."""
+    on_gpu.process(62, "VLLM::EngineCor", ["VLLM::EngineCore"])
+    on_gpu.gpu_processes = [f"{OTHER_GPU}, 63, 5", f"{GPU}, 62, 88000"]
+    with pytest.raises(GateError, match=rf"pid 62 \(VLLM::EngineCore\) holds 88000 MiB of GPU {GPU}: end it"):
+        steps(on_gpu).prepare()
+
+
+def test_prepare_with_a_driver_that_does_not_answer(on_gpu: World) -> None:
+    on_gpu.driver_hangs = True
+    with pytest.raises(
+        GateError, match=r"the driver does not answer \(nvidia-smi --query-gpu=uuid\): nvidia-smi was still"
+    ):
+        steps(on_gpu).prepare()
+
+
 def test_prepare_without_release(stopped: World) -> None:
     (stopped.paths.replica(0) / "current").unlink()
     with pytest.raises(ConfigError, match="gpu-node switch 0 RELEASE"):

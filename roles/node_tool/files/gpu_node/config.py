@@ -187,6 +187,7 @@ class Release:
     port: int
     cpus: str
     memory_nodes: str
+    gpus: tuple[tuple[str, str], ...]  # PCI address and UUID, by rank
     podman_args: tuple[str, ...]
     command: tuple[str, ...]
 
@@ -243,6 +244,7 @@ def load_release(paths: Paths, identity: str) -> Release:
         port=fields.port("port"),
         cpus=fields.take("cpus", str),
         memory_nodes=fields.take("memory_nodes", str),
+        gpus=tuple((gpu.text("pci_address"), gpu.text("uuid")) for gpu in fields.objects("gpus")),
         podman_args=tuple(fields.texts("podman_args")),
         command=tuple(fields.texts("command")),
     )

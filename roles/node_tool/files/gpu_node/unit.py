@@ -86,7 +86,31 @@ class UnitSteps:
                 f"{self._prefix}port {replica.port} is held by {', '.join(holders)}:"
                 " stop it, or give the replica another port"
             )
+        if release.gpus:
+            self._check_gpus(release)
         self._say(f"starting release {release.id} ({release.model}, image {release.image_id[:12]})")
+
+    def _ask_driver(self, query: str) -> list[list[str]]:
+        """The rows that nvidia-smi answers. Raises GateError: without an answer no engine would start either."""
+        done = self._host.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=30)
+        if done.returncode:
+            raise GateError(f"{self._prefix}the driver does not answer (nvidia-smi {query}): {done.message}")
+        return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+    def _check_gpus(self, release: Release) -> None:
+        """Refuse a start on a GPU that is gone, or that an engine which outlived its server still holds."""
+        seen = {row[0] for row in self._ask_driver("--query-gpu=uuid")}
+        for address, uuid in release.gpus:
+            if uuid not in seen:
+                raise GateError(
+                    f"{self._prefix}the driver does not see GPU {uuid} ({address}): look for 'Xid' and 'NVRM' in the"
+                    " kernel's log; after a card was swapped, run the playbook again"
+                )
+        ours = {uuid for _, uuid in release.gpus}
+        for uuid, pid, *memory in self._ask_driver("--query-compute-apps=gpu_uuid,pid,used_memory"):
+            if uuid in ours and pid.isdecimal():
+                held = f"{memory[0]} MiB" if memory else "memory"
+                raise GateError(f"{self._prefix}{self._proc.describe(int(pid))} holds {held} of GPU {uuid}: end it")
 
     def run(self) -> NoReturn:
         """Become `podman run`: no shell is between release.json and the engine's arguments."""
