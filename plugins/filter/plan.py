@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.serving.gpu_node.plugins.module_utils.acceptance import compare_kv_tokens
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
 from ansible_collections.serving.gpu_node.plugins.module_utils.plan import PlanError, build_plan, node_config
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import ResolveError, resolve_plan
@@ -61,6 +62,7 @@ class FilterModule:
         return {
             "intent_plan": intent_plan,
             "resolved_plan": resolved_plan,
+            "compare_kv_tokens": compare_kv_tokens,
             "describe_plan": describe_plan,
             "differing_replicas": differing_replicas,
             "node_config": node_config,

@@ -40,6 +40,12 @@ def _bar(name: str, used: float, total: float, unit: str, basis: str, detail: st
     return {"name": name, "used": used, "total": total, "unit": unit, "basis": basis, "detail": detail}
 
 
+def _window_bar(window: int, tokens: int) -> dict[str, Any]:
+    full = budgets.full_length_requests(tokens, window)
+    detail = f"{full:.2f} full-length requests in {tokens:,} tokens of KV cache"
+    return _bar("context window", window, tokens, "tokens of a replica", "estimated", detail)
+
+
 def check_caps(places: Iterable[Place], cap: str) -> list[str]:
     """Return a sentence for every NUMA node whose memory is smaller than the caps of its replicas together."""
     counts: dict[Domain, int] = {}
@@ -63,7 +69,14 @@ def budget(profile: dict[str, Any], settings: dict[str, Any], places: list[Place
     :param places: where the replicas go; empty when they cannot be placed, and what depends on it is then left out.
     """
     if profile["device"] == "cpu":
-        return Budget(settings["shm_size"], problems=check_caps(places, settings["container_memory"]))
+        tokens = budgets.kv_tokens(vllm_bytes(settings["kv_cache_memory"]), profile["measured"]["kv_cache"])
+        window = budgets.check_window(settings["max_model_len"], tokens, source="what this profile's engine reports")
+        return Budget(
+            settings["shm_size"],
+            bars=[_window_bar(settings["max_model_len"], tokens)],
+            expected={"kv_tokens": tokens},
+            problems=[*check_caps(places, settings["container_memory"]), *window.refusals],
+        )
     return _gpu_budget(profile, settings, places, topology)
 
 
@@ -149,9 +162,7 @@ def _gpu_memory(
             budgets.check_vram(kv_bytes, after_boot, measured_card, card, source=source),
         ]
         expected = {"vram_after_boot_mib": vram.other_mib + vram.kv_mib}
-    full = budgets.full_length_requests(tokens, window)
-    detail = f"{full:.2f} full-length requests in {tokens:,} tokens of KV cache"
-    bars.append(_bar("context window", window, tokens, "tokens of a replica", "estimated", detail))
+    bars.append(_window_bar(window, tokens))
     return bars, {**expected, "kv_tokens": tokens}, findings
 
 

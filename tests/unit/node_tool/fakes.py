@@ -77,6 +77,10 @@ class FakeEngine(Engine):
             raise EngineError("does not answer")
         return self.counters
 
+    def kv_tokens(self, timeout_s: float) -> int | None:
+        self.metrics(timeout_s)
+        return 19328
+
     def complete(self, model: str, max_tokens: int, timeout_s: float, stream: bool = False) -> Completion:
         if not self.up or self.frozen:
             raise EngineError(f"{self.name} did not answer within {timeout_s:.0f} s")

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from gpu_node.engine import Engine
+from gpu_node.engine import Engine, parse_kv_tokens
 from gpu_node.errors import EngineError
 from gpu_node.host import Host
 
@@ -138,3 +138,20 @@ def test_models_and_health(server: Server) -> None:
     assert Host().get(server.server_port, "/members", 5)[0] == 200
     server.answer = lambda handler, _: handler.send(503, {})
     assert not engine(server).healthy(5)
+
+
+CACHE = 'vllm:cache_config_info{_block_size_resolved="True",kv_cache_size_tokens="19328",num_gpu_blocks="151"} 1.0'
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (f"# TYPE vllm:cache_config_info gauge\n{CACHE}\n", 19328),
+        ('vllm:cache_config_info{kv_cache_size_tokens="7"} 1.0', 7),
+        ('vllm:cache_config_info{kv_cache_size_tokens="None"} 1.0', None),
+        ('vllm:cache_config_info{other_kv_cache_size_tokens="7"} 1.0', None),
+        ("", None),
+    ],
+)
+def test_tokens_of_the_kv_cache(text: str, tokens: int | None) -> None:
+    assert parse_kv_tokens(text) == tokens

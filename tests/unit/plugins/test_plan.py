@@ -69,6 +69,13 @@ def test_more_cpus_for_each_replica_than_its_numa_node_has() -> None:
     ]
 
 
+def test_a_window_beyond_the_kv_cache() -> None:
+    assert problems({"kv_cache_memory": "6M"}) == [
+        "max_model_len: a request of 2,048 tokens does not fit the KV cache, which holds 1,812 (scaled from what this "
+        "profile's engine reports); set max_model_len to at most 1812, or raise kv_cache_memory"
+    ]
+
+
 def test_memory_caps_beyond_a_numa_node() -> None:
     node = topology([numa_node(0, [0, 1, 2, 3], gib=64), numa_node(1, [4, 5, 6, 7], gib=5)])
     assert problems({"replicas": 4}, node) == [
@@ -491,6 +498,9 @@ def test_the_plan_of_a_bare_node_as_lines() -> None:
         "NUMA node 0: CPUs 0-1, 64 GiB",
         "  +-- replica 0: vllm-replica@0.service port 8000 CPUs 0 memory node 0 cap 3g",
         "  +-- replica 1: vllm-replica@1.service port 8001 CPUs 1 memory node 0 cap 3g",
+        "--- budgets, for each replica ---",
+        "context window                     [###---------------------] 2,048 of 19,328 tokens of a replica, estimated",
+        "                                   9.44 full-length requests in 19,328 tokens of KV cache",
         "--- engine ---",
         "vllm serve /model",
         "--disable-uvicorn-access-log",

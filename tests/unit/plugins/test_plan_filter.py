@@ -16,6 +16,7 @@ from tests.unit.plugins.samples import IMAGE, MODEL, cpu_profile, intent, resolv
 
 def test_the_names_that_roles_use() -> None:
     assert set(FilterModule().filters()) == {
+        "compare_kv_tokens",
         "intent_plan",
         "resolved_plan",
         "describe_plan",

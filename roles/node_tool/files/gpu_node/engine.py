@@ -74,6 +74,15 @@ def parse_metrics(text: str) -> Metrics:
     )
 
 
+_KV_TOKENS = re.compile(r'^vllm:cache_config_info\{(?:[^}]*,)?kv_cache_size_tokens="([0-9]{1,15})"', re.MULTILINE)
+
+
+def parse_kv_tokens(text: str) -> int | None:
+    """The tokens that the engine's KV cache holds, by its own word in a Prometheus text; None when it does not say."""
+    match = _KV_TOKENS.search(text)
+    return int(match[1]) if match else None
+
+
 def parse_events(lines: Iterable[bytes]) -> Iterator[Any]:
     """The JSON values of a server-sent event stream until [DONE]. Raises EngineError when it ends before."""
     for line in lines:
@@ -161,6 +170,9 @@ class Engine:
 
     def metrics(self, timeout_s: float) -> Metrics:
         return parse_metrics(self._request("GET", "/metrics", None, timeout_s))
+
+    def kv_tokens(self, timeout_s: float) -> int | None:
+        return parse_kv_tokens(self._request("GET", "/metrics", None, timeout_s))
 
     @staticmethod
     def _json(text: str) -> Any:

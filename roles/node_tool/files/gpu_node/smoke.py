@@ -10,6 +10,7 @@ from gpu_node.unit import UnitSteps
 
 COLUMNS = (
     "target", "ok", "model", "stream", "prompt_tokens", "completion_tokens", "tokens_per_s", "ttft_ms", "text", "error",
+    "kv_tokens",
 )  # fmt: skip
 MAX_TOKENS = 32
 TIMEOUT_S = 120
@@ -43,12 +44,16 @@ def _ask(tool: Tool, target: str, engine: Engine, stream: bool) -> dict[str, Any
 
 
 def smoke(tool: Tool) -> list[dict[str, Any]]:
-    """Two rows for each target. A replica that is not what its release says fails with its first row."""
+    """Two rows for each target.
+
+    A replica that is not what its release says fails with its first row, which also has what its KV cache holds.
+    """
     table = []
     for replica in tool.node.replicas:
         engine = tool.engine(replica.index)
         both = [_ask(tool, f"replica {replica.index}", engine, stream) for stream in (False, True)]
         try:
+            both[0]["kv_tokens"] = engine.kv_tokens(TIMEOUT_S)
             UnitSteps(tool, replica.index).verify(TIMEOUT_S)
         except ToolError as error:
             both[0] |= {"ok": False, "error": both[0]["error"] or str(error)}
