@@ -459,9 +459,10 @@ def test_no_card_tells_its_node(unknown: int | None) -> None:
     assert len([text for text in plan["warnings"] if "NUMA node of GPUs of replica 0, 1" in text]) == 1
 
 
-def test_cards_of_unknown_place_complete_what_is_left_over() -> None:
+@pytest.mark.parametrize("unknown", [None, -1])
+def test_cards_of_unknown_place_complete_what_is_left_over(unknown: int | None) -> None:
     # four on node 0, two on node 1, two that do not tell
-    placed = place(machine(halves(), [0, 0, 0, 0, 1, 1, None, None]))
+    placed = place(machine(halves(), [0, 0, 0, 0, 1, 1, unknown, unknown]))
     assert [numbers(found) for found in placed] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert spots(placed) == [("0-31", (0,)), ("", ())]
 
@@ -605,6 +606,23 @@ def test_a_machine_that_tells_no_cpus() -> None:
     assert "needs 4 CPUs, and it has 0; lower cpus_per_replica" in refusal(node, cpus_per_replica=4)
 
 
+@pytest.mark.parametrize(
+    ("cores", "shares", "per_share", "expected"),
+    [
+        # a core too many for both stays whole, and nobody's
+        ([[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]], 2, 0, ["0-1,5-6", "2-3,7-8"]),
+        # a core that has lost a sibling completes an odd number
+        ([[0, 1], [2, 3], [4], [5]], 2, 3, ["0-1,4", "2-3,5"]),
+        ([[0], [1, 2], [3, 4], [5, 6], [7]], 2, 4, ["1-4", "0,5-7"]),
+        # two replicas on one core
+        ([[0, 1]], 2, 0, ["0", "1"]),
+    ],
+)
+def test_whole_cores(cores: list[list[int]], shares: int, per_share: int, expected: list[str]) -> None:
+    cpus = [cpu for core in cores for cpu in core]
+    assert [format_cpu_list(share) for share in share_cores(cpus, cores, shares, per_share)] == expected
+
+
 CORES = st.lists(st.integers(1, 2), min_size=1, max_size=10).flatmap(
     lambda sizes: st.permutations(range(sum(sizes))).map(
         lambda cpus: [sorted(cpus[sum(sizes[:n]) : sum(sizes[: n + 1])]) for n in range(len(sizes))]
@@ -649,5 +667,8 @@ def test_replicas_without_gpus_do_not_share_a_core() -> None:
     node = topology([numa_node(0, [*range(8)])], cores=[[0, 4], [1, 5], [2, 6], [3, 7]])
     assert spots(place_on_cpus(node, 2, 0)) == [("0-1,4-5", (0,)), ("2-3,6-7", (0,))]
     assert spots(place_on_cpus(node, 3, 0)) == [("0,4", (0,)), ("1,5", (0,)), ("2,6", (0,))]
+    # the first of two equal nodes
+    two = topology([numa_node(3, [0, 1]), numa_node(5, [2, 3])])
+    assert spots(place_on_cpus(two, 1, 0)) == [("0-1", (3,))]
     # five on four cores: now some have to
     assert [len(found.cpus) for found in place_on_cpus(node, 5, 0)] == [1] * 5
