@@ -8,7 +8,6 @@ empty, because on a node that is half set up most texts are missing or cut, and 
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from typing import Any
@@ -283,48 +282,3 @@ def parse_runtime_mode(text: str) -> str:
         if match and section == "nvidia-container-runtime":
             return match[1]
     return ""
-
-
-def _cdi_lists(text: str) -> tuple[str, list[str]]:
-    """Return kind and device names of a CDI specification that is not JSON, as nvidia-ctk writes YAML.
-
-    Read by its lines, because a node that is half set up may have no YAML parser.
-    """
-    kind, names, section = "", list[str](), ""
-    for line in text.splitlines():
-        key = re.match(r"([A-Za-z]+):[ \t]*(.*)$", line)
-        if key:
-            section = key[1]
-            if section == "kind":
-                kind = key[2].strip().strip("\"'")
-        match = re.match(r"(?:- |  )[ ]?name:[ \t]+(.+)$", line) or re.match(r"(?:  - |    )name:[ \t]+(.+)$", line)
-        if match and section == "devices":
-            names.append(match[1].strip().strip("\"'"))
-    return kind, names
-
-
-def find_cdi_names(text: str) -> list[str]:
-    """Return the names of the NVIDIA GPUs in a CDI specification (JSON or YAML), without the kind before them."""
-    try:
-        spec = json.loads(text)
-    except (ValueError, RecursionError):
-        kind, names = _cdi_lists(text)
-        return names if kind == "nvidia.com/gpu" else []
-    if not isinstance(spec, dict) or spec.get("kind") != "nvidia.com/gpu" or not isinstance(spec.get("devices"), list):
-        return []
-    return [
-        device["name"] for device in spec["devices"] if isinstance(device, dict) and isinstance(device.get("name"), str)
-    ]
-
-
-def find_cdi_problems(file: str, text: str, loaded: str) -> list[str]:
-    """Return what is wrong with one CDI specification of NVIDIA GPUs as far as its text alone tells.
-
-    :param loaded: the loaded driver's version, which the libraries in the file should be of; empty when unknown.
-    """
-    if not find_cdi_names(text):
-        return [f"{file} names no device of the kind nvidia.com/gpu"]
-    made_for = set(re.findall(rf"/lib(?:cuda|nvidia-ml)\.so\.({_VERSION})\b", text))
-    if loaded and made_for and loaded not in made_for:
-        return [f"{file} is for driver {', '.join(sorted(made_for))}, and {loaded} is loaded"]
-    return []

@@ -21,6 +21,11 @@ options:
     type: list
     elements: path
     default: []
+  measured:
+    description: Those of C(paths) whose files are added up. Not for folders with very many files.
+    type: list
+    elements: path
+    default: []
 attributes:
   check_mode:
     description: Reads only, so check mode makes no difference.
@@ -34,7 +39,8 @@ author: The gpu_node authors (@gpu-node)
 EXAMPLES = r"""
 - name: Read the host
   serving.gpu_node.host_state:
-    paths: [/var/lib/gpu-node, /var/lib/containers]
+    paths: [/var/lib/gpu-node/artifacts, /var/lib/containers]
+    measured: [/var/lib/gpu-node/artifacts]
   register: node
 """
 
@@ -63,8 +69,8 @@ host:
       type: bool
     space:
       description: >-
-        By folder of C(paths) the C(free_bytes) and C(total_bytes) of its file system, and the C(device) number that
-        folders on the same one share.
+        By folder of C(paths) the C(free_bytes) and C(total_bytes) of its file system, the C(device) number that folders
+        on the same one share, and of C(measured) folders the C(used_bytes) of their files (0 for the others).
       type: dict
     numa_balancing:
       description: Whether the kernel moves memory between NUMA nodes by itself.
@@ -120,9 +126,8 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.serving.gpu_node.plugins.module_utils.cdi import cdi_problems, host_paths, parse_specs
 from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import (
-    find_cdi_names,
-    find_cdi_problems,
     find_version,
     iommu_mode,
     is_nvidia_package,
@@ -214,18 +219,27 @@ def read_secure_boot(root: Path) -> bool | None:
     )
 
 
-def read_space(path: str) -> dict[str, int] | None:
-    """Read the file system that a folder is on, or will be on; None when it cannot be told."""
+def read_space(path: str, measured: bool) -> dict[str, int] | None:
+    """Read the file system that a folder is on, or will be on; None when it cannot be told.
+
+    :param measured: whether to add up the folder's files as well.
+    """
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
         told = os.statvfs(folder)
         device = folder.stat().st_dev
+        used = sum(item.lstat().st_size for item in Path(path).rglob("*") if item.is_file()) if measured else 0
     except OSError:
         return None
     # What root's reserve holds is not counted: images and weights are not what it is for.
-    return {"free_bytes": told.f_bavail * told.f_frsize, "total_bytes": told.f_blocks * told.f_frsize, "device": device}
+    return {
+        "free_bytes": told.f_bavail * told.f_frsize,
+        "total_bytes": told.f_blocks * told.f_frsize,
+        "device": device,
+        "used_bytes": used,
+    }
 
 
 def read_apt_lock(root: Path) -> dict[str, Any] | None:
@@ -305,21 +319,22 @@ def _userspace(root: Path, ask: Ask, loaded: bool) -> str:
     return found or (nvidia_smi_version(ask(["nvidia-smi"])) if loaded else "")
 
 
-def _read_cdi(root: Path, loaded: str) -> tuple[list[str], list[str]]:
-    names, problems = list[str](), list[str]()
-    for folder in ("etc/cdi", "run/cdi"):
-        for file in _names(root / folder):
-            if not file.endswith((".yaml", ".yml", ".json")):
-                continue
-            text = _read(root / folder / file)
-            if "nvidia.com/gpu" not in text and "nvidia" not in file:
-                continue
-            names += [name for name in find_cdi_names(text) if name not in names]
-            problems += find_cdi_problems(f"/{folder}/{file}", text, loaded)
-    return names, problems
+def _read_cdi(root: Path, loaded: str, podman: str) -> tuple[list[str], list[str]]:
+    """Read the names of CDI's NVIDIA devices, and what is wrong with their specifications."""
+    texts = {
+        f"/{folder}/{file}": _read(root / folder / file)
+        for folder in ("etc/cdi", "run/cdi")
+        for file in _names(root / folder)
+        if file.endswith((".yaml", ".yml", ".json"))
+    }
+    specs, problems = parse_specs(texts)
+    if specs:
+        existing = {path for path in host_paths(specs) if (root / path.lstrip("/")).exists()}
+        problems += cdi_problems(specs, [], existing, loaded, podman)
+    return sorted({name for spec in specs for name in spec.devices}), problems
 
 
-def read_nvidia(root: Path, ask: Ask, packages: list[dict[str, Any]]) -> dict[str, Any]:
+def read_nvidia(root: Path, ask: Ask, packages: list[dict[str, Any]], podman: str) -> dict[str, Any]:
     """Read the NVIDIA driver, its packages and the container toolkit."""
     driver: dict[str, Any] = {"version": "", "open": None}
     text = _read(root / "proc/driver/nvidia/version")
@@ -329,7 +344,8 @@ def read_nvidia(root: Path, ask: Ask, packages: list[dict[str, Any]]) -> dict[st
         except TopologyError:
             driver["version"] = "unknown"
     release = _read(root / "proc/sys/kernel/osrelease").strip()
-    names, problems = _read_cdi(root, driver["version"] if driver["version"] != "unknown" else "")
+    loaded = driver["version"] if driver["version"] != "unknown" else ""
+    names, problems = _read_cdi(root, loaded, podman)
     hooks = [f"/{folder}/{name}" for folder in _HOOKS for name in _names(root / folder) if "nvidia" in name]
     return {
         "loaded": driver["version"],
@@ -348,15 +364,16 @@ def read_nvidia(root: Path, ask: Ask, packages: list[dict[str, Any]]) -> dict[st
     }
 
 
-def read_host(root: Path, ask: Ask, space: Callable[[str], dict[str, int] | None], paths: list[str]) -> dict[str, Any]:
+def read_host(root: Path, ask: Ask, space: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Read the whole state below ``root`` (``/``).
 
     :param ask: runs a command and returns what it printed; blank when it could not.
-    :param space: returns the file system of a folder.
+    :param space: by folder its file system, see :func:`read_space`.
     """
     packages = parse_dpkg_status(_read(root / "var/lib/dpkg/status"))
     apt = [_read(root / "etc/apt/apt.conf.d" / name) for name in _names(root / "etc/apt/apt.conf.d")]
     gpus, acs_redirect = read_gpus(root)
+    podman = find_version(ask(["podman", "--version"]))
     present = {item["name"] for item in packages if item["whole"]}
     return {
         "os": parse_os_release(_read(root / "etc/os-release")),
@@ -366,19 +383,19 @@ def read_host(root: Path, ask: Ask, space: Callable[[str], dict[str, int] | None
             (root / mark).exists() for mark in ("run/systemd/container", "run/.containerenv", ".dockerenv")
         ),
         "secure_boot": read_secure_boot(root),
-        "space": {path: told for path in paths if (told := space(path)) is not None},
+        "space": space,
         "numa_balancing": parse_switch(_read(root / "proc/sys/kernel/numa_balancing")),
         "time_synchronized": parse_yes(ask(["timedatectl", "show", "-p", "NTPSynchronized", "--value"])),
         "apt_lock": read_apt_lock(root),
         "reboot_required": read_reboot_required(root),
         "unattended_upgrades": "unattended-upgrades" in present and parse_apt_periodic(apt),
         "broken_packages": sorted(item["name"] for item in packages if not item["whole"]),
-        "podman": find_version(ask(["podman", "--version"])),
+        "podman": podman,
         "docker": any((root / name).exists() for name in ("usr/bin/dockerd", "usr/sbin/dockerd")),
         "iommu": read_iommu(root, gpus),
         "gpus": gpus,
         "acs_redirect": acs_redirect,
-        "nvidia": read_nvidia(root, ask, packages),
+        "nvidia": read_nvidia(root, ask, packages, podman),
     }
 
 
@@ -410,11 +427,11 @@ def ask_command(argv: list[str]) -> str:
 
 def main() -> None:
     """Run the module."""
-    module = AnsibleModule(
-        argument_spec={"paths": {"type": "list", "elements": "path", "default": []}}, supports_check_mode=True
-    )
-    host = read_host(Path("/"), ask_command, read_space, module.params["paths"])
-    module.exit_json(changed=False, host=host)
+    folders = {"type": "list", "elements": "path", "default": []}
+    module = AnsibleModule(argument_spec={"paths": folders, "measured": folders}, supports_check_mode=True)
+    asked = {path: read_space(path, path in module.params["measured"]) for path in module.params["paths"]}
+    space = {path: told for path, told in asked.items() if told is not None}
+    module.exit_json(changed=False, host=read_host(Path("/"), ask_command, space))
 
 
 if __name__ == "__main__":
