@@ -440,13 +440,10 @@ def _pools(node_sets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
     return sorted(pools.union(joined), key=sorted)
 
 
-def _pool_bytes(pool: frozenset[int], memory: Mapping[int, int | None], node_bytes: int | None) -> int | None:
-    # All NUMA nodes together are the whole node, whose own figure stays right where memory is plugged in while it runs.
-    if pool == frozenset(memory) and node_bytes is not None:
-        return node_bytes
-    sizes = [memory.get(node) for node in pool]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if pool and len(known) == len(sizes) else None
+def _sum_known(sizes: Iterable[int | None]) -> int | None:
+    every = list(sizes)
+    known = [size for size in every if size is not None]
+    return sum(known) if known and len(known) == len(every) else None
 
 
 def check_node_memory(
@@ -461,57 +458,64 @@ def check_node_memory(
     :param memory_bytes: of the whole node, for replicas that are not pinned; None when unknown.
     """
     memory: dict[int, int | None] = {int(node["id"]): node["memory_bytes"] for node in numa_nodes}
-    placed = [(frozenset(one.nodes) or frozenset(memory), one) for one in replicas]
-    refusals, warnings = [], []
-    for pool in _pools(nodes for nodes, _ in placed):
-        inside = [one for nodes, one in placed if nodes <= pool]
-        names = " and ".join(one.name for one in inside)
-        place = f"NUMA node {', '.join(map(str, sorted(pool)))}" if pool else "this node"
-        ram = _pool_bytes(pool, memory, memory_bytes)
-        need, caps = sum(one.need_bytes for one in inside), sum(one.cap_bytes for one in inside)
-        if ram is None:
-            warnings.append(
-                f"memory of {place} is not known, so the {gib_text(need)} of {names} was not checked against it; take "
-                "the topology on the node itself"
-            )
-        elif need > ram:
-            refusals.append(
-                f"replicas: {names} on {place} need {gib_text(need)} of host memory (public reports and estimated), "
-                f"and it has {gib_text(ram)}; lower kv_offload_gb, serve fewer replicas there, or add memory"
-            )
-        elif caps > ram:
-            warnings.append(
-                f"container_memory: the caps of {names} on {place} are {gib_text(caps)} together and it has "
-                f"{gib_text(ram)}; they need {gib_text(need)} (estimated), but lower the caps so that one that grows "
-                "meets its own"
-            )
-    return Findings(tuple(refusals), tuple(warnings))
+    found = []
+    for pool in _pools(frozenset(one.nodes) for one in replicas if one.nodes):
+        inside = [one for one in replicas if one.nodes and set(one.nodes) <= pool]
+        name = f"NUMA node {', '.join(map(str, sorted(pool)))}"
+        found.append(_check_pool(name, inside, _sum_known(memory.get(node) for node in pool)))
+    if not all(one.nodes for one in replicas):
+        # What is pinned nowhere takes memory from everywhere, and the pinned ones with it.
+        ram = _sum_known(memory.values()) if memory_bytes is None else memory_bytes
+        found.append(_check_pool("this node", replicas, ram))
+    return merge(found)
 
 
-def shm_size(kv_offload_bytes: int, shared_engram_bytes: int = 0) -> str:
+def _check_pool(place: str, inside: Sequence[ReplicaMemory], ram: int | None) -> Findings:
+    """Check the replicas that share the memory ``ram`` (bytes, None when unknown)."""
+    names = " and ".join(one.name for one in inside)
+    need, caps = sum(one.need_bytes for one in inside), sum(one.cap_bytes for one in inside)
+    if ram is None:
+        return _warn(
+            f"memory of {place} is not known, so the {gib_text(need)} of {names} was not checked against it; take "
+            "the topology on the node itself"
+        )
+    if need > ram:
+        return _refuse(
+            f"replicas: the host memory of {names} on {place} is {gib_text(need)} (public reports and estimated), and "
+            f"there are {gib_text(ram)}; lower kv_offload_gb, serve fewer replicas there, or add memory"
+        )
+    if caps > ram:
+        return _warn(
+            f"container_memory: the caps of {names} on {place} are {gib_text(caps)} together and it has "
+            f"{gib_text(ram)}; they need {gib_text(need)} (estimated), but lower the caps so that one that grows "
+            "meets its own"
+        )
+    return Findings()
+
+
+def shm_size(kv_offload_bytes: int) -> str:
     """Return a /dev/shm size for podman, in whole GiB: ``160g``.
 
-    :param kv_offload_bytes: see :func:`offload_bytes`.
-    :param shared_engram_bytes: Engram tables lie there only when data parallel replicas share them, which ours do not.
+    :param kv_offload_bytes: see :func:`offload_bytes`. Engram tables lie there only when data parallel replicas share
+        them, which ours do not.
     """
-    return f"{_ceil_div(kv_offload_bytes + shared_engram_bytes + SHM_HEADROOM_BYTES, GIB)}g"
+    return f"{_ceil_div(kv_offload_bytes + SHM_HEADROOM_BYTES, GIB)}g"
 
 
-def check_shm(given_bytes: int, kv_offload_bytes: int, gpus: int, shared_engram_bytes: int = 0) -> Findings:
+def check_shm(given_bytes: int, kv_offload_bytes: int, gpus: int) -> Findings:
     """Refuse a /dev/shm that the engine finds too small when it starts.
 
     :param given_bytes: size of the container's /dev/shm.
     :param gpus: of the replica; a single one needs no message queues.
     """
     queues = SHM_LEAST_PER_GPU_BYTES * gpus if gpus > 1 else 0
-    least = kv_offload_bytes + shared_engram_bytes + queues
+    least = kv_offload_bytes + queues
     if given_bytes >= least:
         return Findings()
     return _refuse(
         f"shm_size: {gib_text(given_bytes)} of /dev/shm is too small: KV offload {gib_text(kv_offload_bytes)}"
-        + (f", Engram tables {gib_text(shared_engram_bytes)}" if shared_engram_bytes else "")
         + f" and {gib_text(queues)} for the engine's queues and NCCL (vLLM's sources, estimated) need at least "
-        f"{gib_text(least)}; set shm_size to {shm_size(kv_offload_bytes, shared_engram_bytes)}, or lower kv_offload_gb"
+        f"{gib_text(least)}; set shm_size to {shm_size(kv_offload_bytes)}, or lower kv_offload_gb"
     )
 
 

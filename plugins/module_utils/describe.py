@@ -176,7 +176,9 @@ def _change_lines(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
     surplus = sorted({int(index) for index in running} - {replica["index"] for replica in plan["replicas"]})
     lines += [f"replica {index}: no longer in the plan, will be drained, stopped and removed" for index in surplus]
     if plan["device"] == "cuda" and not plan["topology"]["driver"]["version"]:
-        lines.append("driver: none is loaded; GPUs are known by PCI address alone until one is, which may take a reboot")
+        lines.append(
+            "driver: none is loaded; GPUs are known by PCI address alone until one is, which may take a reboot"
+        )
     else:
         lines.append("reboots: none")
     lines.append("other files of the node: site.yml --check --diff shows each change")

@@ -32,6 +32,7 @@ OWNED = {
     "kv-cache-memory-bytes": "set kv_cache_memory",
     "kv-offloading-size": "set kv_offload_gb",
     "kv-offloading-backend": "set kv_offload_gb",
+    "cudagraph-capture-sizes": "they follow from max_num_seqs and speculative_tokens",
     "speculative-config": "set speculative_tokens, and drafter or speculative_method",
     "shutdown-timeout": "set shutdown_timeout",
     "config": "the plan writes this file itself",
@@ -110,6 +111,12 @@ def check_engine_args(args: dict[str, Any]) -> list[str]:
         # Two parts of one mapping go together; a part and the whole do not.
         if other is not None and whole in (name, other):
             problems.append(f"engine_args: '{key}' is also in '{given[other]}'; give one of them")
+        if "cudagraph_capture_sizes" in (
+            name.partition(".")[2].replace("-", "_"),
+            *(value if isinstance(value, dict) else ()),
+        ):
+            sizes = OWNED["cudagraph-capture-sizes"]
+            problems.append(f"engine_args: cudagraph_capture_sizes in '{key}' is not for overriding; {sizes}")
         problem = _value_problem(name, value)
         if problem:
             problems.append(f"engine_args: the value of '{key}' {problem}")

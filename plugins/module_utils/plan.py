@@ -20,6 +20,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.placement import 
     Place,
     PlacementError,
     check_gpus,
+    count_remedy,
     gpu_name,
     place_on_cpus,
     place_on_gpus,
@@ -192,7 +193,7 @@ def _place(
         there = ", ".join(gpu_name(gpu) for gpu in gpus) or "none"
         problems.append(
             f"replicas: {replicas} with tensor_parallel_size {size} needs {replicas * size} GPUs, and there are "
-            f"{len(gpus)}: {there}{_gone(topology)}; set replicas, or name the ones to serve with in gpus"
+            f"{len(gpus)}: {there}{_gone(topology)}; {count_remedy(topology, gpus, replicas, size)}"
         )
     if problems:
         return [], warnings, problems
@@ -202,9 +203,11 @@ def _place(
         return [], warnings, error.problems
     loose = [index for index, place in enumerate(places) if not place.domain.nodes]
     if loose:
+        pinned = "no memory" if settings["cpus_per_replica"] else "no CPU and no memory"
+        which = ", ".join(map(str, loose))
         warnings.append(
-            f"the NUMA node of GPUs of replica {', '.join(map(str, loose))} is not known (usual in a virtual machine): "
-            "no memory is pinned there"
+            f"the NUMA node of GPUs of replica {which} is not known or has nothing to pin to (usual "
+            f"in a virtual machine): {pinned} is pinned there; have the hypervisor show the guest its nodes, if it can"
         )
     return places, warnings, []
 
@@ -259,10 +262,12 @@ def build_plan(
         if isinstance(asked.get("balancer_address"), str):
             problems += _check_balancer(asked, client_auth)
         raise PlanError(problems) from error
-    problems = check_engine_args(settings["engine_args"]) + _check_balancer(settings, client_auth)
+    wrong_args = check_engine_args(settings["engine_args"])
+    problems = wrong_args + _check_balancer(settings, client_auth)
     artifacts, wrong, missing = _artifacts(profile, settings, sources)
     places, warnings, unplaced = _place(profile, settings, topology)
-    sums = budget(profile, settings, places, topology)
+    # Arguments that are none are told once, and not reckoned with.
+    sums = budget(profile, {**settings, "engine_args": {}} if wrong_args else settings, places, topology)
     problems += wrong + unplaced + sums.problems + check_ports(settings, topology["listeners"])
     if problems:
         raise PlanError(problems)

@@ -46,6 +46,23 @@ def _window_bar(window: int, tokens: int) -> dict[str, Any]:
     return _bar("context window", window, tokens, "tokens of a replica", "estimated", detail)
 
 
+def _check_batch(profile: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Return what vLLM refuses only when it starts: a prefill chunk that is too small."""
+    chunk, problems = settings["max_num_batched_tokens"], []
+    if chunk < settings["max_num_seqs"]:
+        problems.append(
+            f"max_num_batched_tokens: {chunk} is less than one token for each of {settings['max_num_seqs']} sequences; "
+            f"set it to at least {settings['max_num_seqs']}, or lower max_num_seqs"
+        )
+    whole_prompts = lay_over(profile["engine_args"], settings["engine_args"]).get("enable-chunked-prefill") is False
+    if whole_prompts and chunk < settings["max_model_len"]:
+        problems.append(
+            f"max_num_batched_tokens: {chunk} is less than a prompt of {settings['max_model_len']} tokens, and "
+            "enable-chunked-prefill is off; turn it on, or set them equal"
+        )
+    return problems
+
+
 def check_caps(places: Iterable[Place], cap: str) -> list[str]:
     """Return a sentence for every NUMA node whose memory is smaller than the caps of its replicas together."""
     counts: dict[Domain, int] = {}
@@ -75,7 +92,11 @@ def budget(profile: dict[str, Any], settings: dict[str, Any], places: list[Place
             settings["shm_size"],
             bars=[_window_bar(settings["max_model_len"], tokens)],
             expected={"kv_tokens": tokens},
-            problems=[*check_caps(places, settings["container_memory"]), *window.refusals],
+            problems=[
+                *check_caps(places, settings["container_memory"]),
+                *window.refusals,
+                *_check_batch(profile, settings),
+            ],
         )
     return _gpu_budget(profile, settings, places, topology)
 
@@ -95,7 +116,7 @@ def _gpu_budget(
         _check_drafter(profile, settings),
         _check_rows(profile, settings, rows),
     ]
-    findings.append(Findings(tuple(unsupported_arguments(settings["engine_args"]))))
+    findings.append(Findings((*unsupported_arguments(settings["engine_args"]), *_check_batch(profile, settings))))
     gib = budgets.offload_gib(settings.get("kv_offload_gb", 0))
     offload = budgets.offload_bytes(gib)
     shm = budgets.shm_size(offload) if settings["shm_size"] == AUTO else settings["shm_size"]

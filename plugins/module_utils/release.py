@@ -138,6 +138,11 @@ def resolve_plan(
         for gpu in replica["gpus"]
         if not uuids.get(gpu["pci_address"])
     ]
+    unseen += [
+        f"the artifact '{key}' is not on the node yet; run playbooks/artifacts.yml first"
+        for key in plan["artifacts"]
+        if key not in digests
+    ]
     if unseen:
         raise ResolveError(unseen)
     replicas = []

@@ -175,7 +175,7 @@ def type_word(value: Any) -> str:
 
 
 def _number_problem(name: str, setting: Setting, value: Any) -> str:
-    shown = f"{name}: {value!r}"
+    shown = f"{name}: {value!r:.80}"
     whole = setting.kind == "int"
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         wanted, example = ("a whole number", "8") if whole else ("a number", "0.93")
@@ -187,7 +187,7 @@ def _number_problem(name: str, setting: Setting, value: Any) -> str:
 
 def _type_problem(name: str, setting: Setting, value: Any) -> str:
     """Return a sentence that says why ``value`` cannot be ``name``, or an empty string."""
-    shown = f"{name}: {value!r}"
+    shown = f"{name}: {value!r:.80}"
     if setting.kind in ("int", "number"):
         return _number_problem(name, setting, value)
     if setting.kind == "flag":
@@ -201,6 +201,8 @@ def _type_problem(name: str, setting: Setting, value: Any) -> str:
             return f"{shown} is no list of {setting.unit}; write {name}: [] for none, and each of them in quotes"
     elif not isinstance(value, str) or not value:
         return f"{shown} is {type_word(value)}, a text is needed; put it in quotes"
+    elif not value.isprintable():
+        return f"{shown} holds control characters; write it in one line of plain text"
     elif setting.choices and value not in setting.choices:
         return f"{shown} is not one of {', '.join(setting.choices)}"
     elif setting.kind == "podman_size" and not _PODMAN_SIZE.fullmatch(value):

@@ -12,9 +12,10 @@ from tests.unit.plugins.samples import intent
 
 def rows(*tokens: int | None) -> list[dict[str, Any]]:
     """As ``gpu-node smoke --json`` says: two rows a replica, the first with the tokens, and the balancer's."""
-    both = [[{"target": f"replica {index}", "kv_tokens": count}, {"target": f"replica {index}", "kv_tokens": None}]
-            for index, count in enumerate(tokens)]  # fmt: skip
-    return [*(row for pair in both for row in pair), {"target": "balancer", "kv_tokens": None}]
+    found: list[dict[str, Any]] = []
+    for index, count in enumerate(tokens):
+        found += [{"target": f"replica {index}", "kv_tokens": kv_tokens} for kv_tokens in (count, None)]
+    return [*found, {"target": "balancer", "kv_tokens": None}]
 
 
 @pytest.mark.parametrize(

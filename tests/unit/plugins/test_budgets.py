@@ -366,6 +366,18 @@ def test_replicas_without_a_pin_share_the_whole_node() -> None:
     refusal(check_node_memory(pair, [], 700 * 10**9), "this node", "778.0 GiB", "651.9 GiB")
 
 
+def test_a_pinned_replica_has_only_the_memory_of_its_nodes() -> None:
+    """The topology leaves out nodes that nothing can be pinned to, so its nodes can be fewer than the machine's."""
+    small = [{"id": 0, "memory_bytes": GIB}]
+    refusal(check_node_memory([replica("replica 0", 0)], small, 1400 * 10**9), "replica 0 on NUMA node 0", "1.0 GiB")
+    assert check_node_memory([replica("replica 0")], small, 1400 * 10**9) == FINE
+
+
+def test_a_replica_without_a_pin_takes_from_the_pinned_ones_memory_too() -> None:
+    pair = [replica("replica 0", 0), replica("replica 1")]
+    refusal(check_node_memory(pair, SOCKETS, 700 * 10**9), "replica 0 and replica 1 on this node")
+
+
 def test_unknown_memory_is_a_warning() -> None:
     nodes = [{"id": 0, "memory_bytes": None}]
     warning(check_node_memory([replica("replica 0", 0)], nodes, None), "NUMA node 0", "not checked")
@@ -408,9 +420,9 @@ def test_dev_shm_without_offload_may_be_small() -> None:
     refusal(check_shm(podman_bytes("64m"), 0, 2), "0.1 GiB", "1.0 GiB")
 
 
-@given(st.integers(0, 2**45), st.integers(1, 16), st.integers(0, 2**40))
-def test_the_derived_dev_shm_is_enough(offload: int, gpus: int, engram: int) -> None:
-    assert check_shm(podman_bytes(shm_size(offload, engram)), offload, gpus, engram) == FINE
+@given(st.integers(0, 2**45), st.integers(1, 16))
+def test_the_derived_dev_shm_is_enough(offload: int, gpus: int) -> None:
+    assert check_shm(podman_bytes(shm_size(offload)), offload, gpus) == FINE
 
 
 # --- the model's own limits

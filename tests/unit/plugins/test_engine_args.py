@@ -138,6 +138,20 @@ def test_the_opposite_of_an_argument_of_the_plan_is_refused(name: str) -> None:
     assert problem == f"engine_args: '{name}' is not for overriding; set expert_parallel"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"compilation-config": {"cudagraph_capture_sizes": [1, 2]}},
+        {"compilation_config.cudagraph_capture_sizes": [1, 2]},
+        {"compilation-config.cudagraph-capture-sizes": [1]},
+    ],
+)
+def test_graph_sizes_by_another_way_are_refused_too(args: dict[str, Any]) -> None:
+    (problem,) = check_engine_args(args)
+    assert "cudagraph_capture_sizes in" in problem
+    assert "they follow from max_num_seqs and speculative_tokens" in problem
+
+
 def test_a_part_of_a_mapping_is_laid_into_it() -> None:
     base: dict[str, Any] = {"compilation-config": {"cudagraph_mode": "FULL", "custom_ops": ["all"]}, "dtype": "auto"}
     assert lay_over(base, {"--compilation_config.cudagraph-mode": "PIECEWISE", "kernel-config.a.b": 1}) == {

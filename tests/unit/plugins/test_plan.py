@@ -76,6 +76,22 @@ def test_a_window_beyond_the_kv_cache() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 17}, "16 is less than one token for each of 17 sequences"),
+        (
+            {"max_num_batched_tokens": 1024, "engine_args": {"enable-chunked-prefill": False}},
+            "1024 is less than a prompt of 2048 tokens, and enable-chunked-prefill is off",
+        ),
+    ],
+)
+def test_a_prefill_chunk_that_is_too_small(overrides: dict[str, Any], says: str) -> None:
+    (problem,) = problems(overrides)
+    assert problem.startswith("max_num_batched_tokens: ")
+    assert says in problem
+
+
 def test_memory_caps_beyond_a_numa_node() -> None:
     node = topology([numa_node(0, [0, 1, 2, 3], gib=64), numa_node(1, [4, 5, 6, 7], gib=5)])
     assert problems({"replicas": 4}, node) == [

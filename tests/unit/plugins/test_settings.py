@@ -216,6 +216,16 @@ def test_a_wrong_value_of_a_gpu_profile_is_named(overrides: dict[str, Any], prob
     assert problem in found
 
 
+def test_a_long_value_is_shown_in_part() -> None:
+    (problem,) = problems({"kv_cache_memory": "9" * 5000})
+    assert len(problem) < 200
+
+
+def test_a_text_of_several_lines_is_refused() -> None:
+    (problem,) = problems({"served_model_name": "tiny\nother"})
+    assert problem == ("served_model_name: 'tiny\\nother' holds control characters; write it in one line of plain text")
+
+
 def test_auto_is_taken_where_the_profile_has_it() -> None:
     assert resolve_settings(profile("2x")["settings"], {"shm_size": "auto"})["shm_size"] == "auto"
     assert "is no size that podman takes" in problems({"shm_size": "auto"})[0]
