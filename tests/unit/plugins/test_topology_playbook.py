@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 import yaml
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology_file import load_topology
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.unit.plugins.playbooks import ROOT, run_playbook
+
 FIXTURES = Path(__file__).parent / "fixtures" / "topology"
 # An address for documentation: nothing answers there, so that a connection would fail.
 INVENTORY: dict[str, Any] = {
@@ -42,29 +41,11 @@ SHOW = """
 
 
 def play(folder: Path, playbook: Path, *arguments: str) -> tuple[dict[str, int], str]:
-    """Run a playbook; return the counts of its recap and everything it printed."""
-    (folder / "hosts.yml").write_text(yaml.safe_dump(INVENTORY))
-    command = Path(sys.executable).with_name("ansible-playbook")
-    done = subprocess.run(
-        [str(command), "-i", str(folder / "hosts.yml"), str(playbook), *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"),
-            "ANSIBLE_NOCOLOR": "1",
-            "ANSIBLE_FORCE_COLOR": "0",
-            # a message in one line, whatever the width
-            "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    recap = done.stdout.rpartition("PLAY RECAP")[2]
-    words = [word.split("=") for word in recap.split() if "=" in word]
-    return {name: int(count) for name, count in words}, done.stdout + done.stderr
+    """Run a playbook on one of the hosts; return the counts of its recap and everything it printed."""
+    inventory = folder / "hosts.yml"
+    inventory.write_text(yaml.safe_dump(INVENTORY))
+    counts, output = run_playbook(folder, inventory, playbook, *arguments)
+    return next(iter(counts.values())), output
 
 
 def test_a_topology_is_saved_once_and_is_what_plans_take(tmp_path: Path) -> None:
