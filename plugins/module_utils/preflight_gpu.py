@@ -87,7 +87,9 @@ def _check_bar1(facts: Facts) -> list[Check]:
         checks.append(finding("bar1", WARNING if alone else FAILURE, ", ".join(small), wanted, remedy))
     if untold:
         checks.append(finding("bar1", WARNING, f"{', '.join(untold)}: not told", wanted, "look at lspci -vv -d 10de:"))
-    return checks or [finding("bar1", OK, f"whole on {len(facts.host_gpus)} cards", wanted)]
+    if not checks and facts.host_gpus:
+        checks.append(finding("bar1", OK, f"whole on {len(facts.host_gpus)} cards", wanted))
+    return checks
 
 
 def _check_iommu(facts: Facts) -> list[Check]:
@@ -134,9 +136,8 @@ def _check_link_width(facts: Facts) -> list[Check]:
         "width"
     )
     if not narrow:
-        return [
-            finding("pcie_width", OK, f"full on {len(links)} cards" if links else "not told", "the card's full width")
-        ]
+        seen = f"full on {len(links)} cards" if links else "not told"
+        return [finding("pcie_width", OK, seen, "the card's full width")] if facts.host_gpus else []
     return [finding("pcie_width", FAILURE, ", ".join(narrow), "the card's full width", remedy)]
 
 
@@ -148,10 +149,12 @@ def _check_link_speed(facts: Facts) -> list[Check]:
         if link["speed_gts"] < link["max_speed_gts"]
     ]
     if not slow:
-        return [
-            finding("pcie_speed", OK, f"full on {len(links)} cards" if links else "not told", "the card's full speed")
-        ]
-    remedy = "idle cards lower it, so this may be nothing; acceptance measures it under load"
+        seen = f"full on {len(links)} cards" if links else "not told"
+        return [finding("pcie_speed", OK, seen, "the card's full speed")] if facts.host_gpus else []
+    remedy = (
+        "idle cards lower it, so this may be nothing; a slot of an older generation limits it for good; acceptance "
+        "measures it under load"
+    )
     return [finding("pcie_speed", WARNING, f"idle: {', '.join(slow)}", "the card's full speed, under load", remedy)]
 
 

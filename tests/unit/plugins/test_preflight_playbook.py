@@ -1,0 +1,137 @@
+"""`playbooks/preflight.yml`: what is checked before any connection, the report, and where it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+# An address for documentation: nothing answers there, so that a connection would fail.
+INVENTORY: dict[str, Any] = {
+    "gpu_nodes": {
+        "hosts": {
+            "here": {"ansible_connection": "local", "ansible_become": False},
+            "away": {"ansible_host": "192.0.2.1"},
+        },
+        "vars": {"ansible_python_interpreter": sys.executable, "ansible_timeout": 2},
+    }
+}
+# Ports and room that a busy machine has, too.
+SMALL = {
+    "serving_plan_overrides": {
+        "replicas": 1,
+        "container_memory": "1g",
+        "first_port": 45871,
+        "balancer_port": 45872,
+        "balancer_status_port": 45873,
+    },
+    "preflight_space_gib": {"image": 0, "state": 0},
+}
+
+
+def play(folder: Path, *arguments: str, **variables: Any) -> tuple[dict[str, int], str]:
+    """Run the playbook; return the counts of its recap and everything it printed."""
+    (folder / "hosts.yml").write_text(yaml.safe_dump(INVENTORY))
+    (folder / "variables.yml").write_text(yaml.safe_dump(variables))
+    command = Path(sys.executable).with_name("ansible-playbook")
+    done = subprocess.run(
+        [
+            str(command),
+            *("-i", str(folder / "hosts.yml"), str(ROOT / "playbooks/preflight.yml")),
+            *("-e", f"@{folder / 'variables.yml'}", *arguments),
+        ],
+        cwd=folder,
+        env={
+            **os.environ,
+            "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_FORCE_COLOR": "0",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    recap = done.stdout.rpartition("PLAY RECAP")[2]
+    words = [word.split("=") for word in recap.split() if "=" in word]
+    return {name: int(count) for name, count in words}, done.stdout + done.stderr
+
+
+def test_the_report_is_shown_and_written_once(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    told = {**SMALL, "preflight_report_dir": str(reports), "preflight_accepted": ["os", "memory", "podman"]}
+    counts, output = play(tmp_path, "-l", "here", "--check", **told)
+    assert (counts["failed"], counts["unreachable"]) == (0, 0), output
+    assert not reports.exists()
+    counts, output = play(tmp_path, "-l", "here", **told)
+    assert (counts["failed"], counts["changed"]) == (0, 2), output
+    report = json.loads((reports / "here.preflight.json").read_text())
+    assert report["passed"] is True
+    assert {"variables", "inventory", "plan", "os", "space"} <= {check["check"] for check in report["checks"]}
+    assert f"{len(report['checks'])} checks: 0 failed" in output
+    (reports / "here.preflight.json").chmod(0o644)
+
+
+def test_profile_8x_fails_here_once_and_names_everything(tmp_path: Path) -> None:
+    counts, output = play(tmp_path, "-l", "here", "--check", serving_plan_profile="8x")
+    assert (counts["failed"], counts["changed"]) == (1, 0)
+    failed = output.partition("here is not ready; nothing was changed:")[2]
+    for words in ("- sources: serving_plan_sources: model: revision", "- plan: drafter", "- gpus: 0 on PCI: none"):
+        assert words in failed
+    assert "wanted: 8 that the profile is made for" in failed
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"balancer_client_keys": [{"name": "team-a", "key": "{{ vault_team_a_key }}"}]},
+            [
+                "variables: balancer_client_keys cannot be evaluated: 'vault_team_a_key' is undefined",
+                "--ask-vault-pass",
+            ],
+        ),
+        (
+            {"serving_plan_overrides": "nothing", "container_runtime_manage": "maybe"},
+            ["variables: serving_plan_overrides", "variables: container_runtime_manage", "convert to bool"],
+        ),
+        ({"preflight_space_gib": {"modell": 3}}, ["modell"]),
+    ],
+)
+def test_variables_that_cannot_be_used_are_refused_without_a_connection(
+    tmp_path: Path, variables: dict[str, Any], words: list[str]
+) -> None:
+    counts, output = play(tmp_path, "-l", "away", **variables)
+    assert (counts["failed"], counts["unreachable"], counts["changed"]) == (1, 0, 0), output
+    for word in words:
+        assert word in output
+    assert "Traceback" not in output
+
+
+def test_a_secret_of_the_wrong_form_is_not_shown(tmp_path: Path) -> None:
+    counts, output = play(tmp_path, "-l", "away", balancer_client_keys=["hunter2-is-a-secret"])
+    assert (counts["failed"], counts["unreachable"]) == (1, 0)
+    assert "variables: balancer_client_keys: not of the right form (its content is not shown)" in output
+    assert "hunter2" not in output
+
+
+def test_a_topology_of_a_file_needs_no_node(tmp_path: Path) -> None:
+    sources = {"model": {"revision": "0123456789" * 4}}
+    file = str(ROOT / "inventories/topologies/2x.yml")
+    told = {"serving_plan_profile": "2x", "topology_file": file}
+    counts, output = play(tmp_path, "-l", "away", **told, serving_plan_sources=sources)
+    assert (counts["failed"], counts["unreachable"]) == (0, 0), output
+    assert "3 checks: 0 failed" in output
+    counts, output = play(tmp_path, "-l", "away", **told, serving_plan_sources={"model": {"revision": "main"}})
+    assert (counts["failed"], counts["unreachable"]) == (1, 0)
+    assert "sources: serving_plan_sources: model: revision 'main' is no commit" in output
+    assert output.count("- plan: ") == 0
