@@ -34,8 +34,6 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.sources import ch
 
 _WIDTH = 132
 _SIGNS = {OK: "ok", WARNING: "WARN", FAILURE: "FAIL"}
-# An estimate: the engine's CUDA image unpacked, its layers on the way, and what a pack builds on top of it.
-_CUDA_IMAGE_BYTES = 60 * GIB
 # Measured with the embedded default: an image of 3.2 GB, and as much again while it is built.
 _CPU_IMAGE_BYTES = 8 * GIB
 # Room for releases, caches of compiled kernels and logs.
@@ -130,8 +128,9 @@ def wanted_of(
     :param variables: of the roles that follow: ``os`` (supported versions by id), ``podman`` (lowest version),
         ``runtime_manage``, ``toolkit`` (``version``, ``known``), ``driver`` (``manage``, ``version``, ``kernels``,
         ``signed``, ``reboot_allowed``, ``bad_allowed``, ``known``), ``kernel_parameters``, ``storage`` (folder of
-        images), ``serving`` (whether the node has releases) and ``space_gib`` (what the operator knows better, by
-        ``model``, ``image`` and ``state``). Each ``known`` is the table of that role's ``vars``.
+        images), ``image_gib`` (what they take on a node with GPUs), ``serving`` (whether the node has releases) and
+        ``space_gib`` (what the operator knows better, by ``model``, ``image`` and ``state``). Each ``known`` is the
+        table of that role's ``vars``.
     """
     try:
         settings = resolve_settings(profile["settings"], overrides)
@@ -168,7 +167,7 @@ def _space_needs(
         }
     ]
     if not variables["serving"]:
-        image = given.get("image", _CUDA_IMAGE_BYTES if cuda else _CPU_IMAGE_BYTES)
+        image = given.get("image", int(variables["image_gib"]) * GIB if cuda else _CPU_IMAGE_BYTES)
         needs.append({"folder": variables["storage"], "bytes": image, "for": "the engine's image", "measured": False})
     laid, _ = lay_sources(profile["artifacts"], sources)
     model = laid["model"]

@@ -97,8 +97,8 @@ def _check_iommu(facts: Facts) -> list[Check]:
     mode = facts.host["iommu"]
     level = WARNING if mode == "translated" or (mode is None and not facts.host["container"]) else OK
     remedy = (
-        "copies between cards may be slow or hang, also where nvidia-smi topo -p2p says OK: host_settings adds "
-        "iommu=pt, or amd_iommu=off / intel_iommu=off, and a reboot takes it into use"
+        "copies between cards may be slow or hang, also where nvidia-smi topo -p2p says OK: set host_settings_iommu to "
+        "passthrough (iommu=pt) or off (amd_iommu=off / intel_iommu=off); a reboot takes it into use"
     )
     return [finding("iommu", level, mode or "not told", "off or passthrough", remedy)]
 
@@ -110,8 +110,8 @@ def _check_acs(facts: Facts) -> list[Check]:
         remedy = "look at lspci -vvv as root: ReqRedir and CmpltRedir of the ports above the cards"
         return [finding("acs", OK if facts.host["container"] else WARNING, "not told", "no redirect", remedy)]
     remedy = (
-        "copies between cards go up to the root, and may hang there: turn ACS off in the firmware, or let "
-        "host_settings clear the bits at boot, on root ports and on switches' downstream ports"
+        "copies between cards go up to the root, and may hang there: turn ACS off in the firmware, or set "
+        "host_settings_acs_redirect to off, which clears the bits on root ports and on switches' downstream ports"
     )
     return [
         finding(

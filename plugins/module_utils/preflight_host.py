@@ -28,7 +28,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.settings import p
 _MEMORY_BALANCE = 0.8
 _ACS_HINT = (
     "pcie_acs_override needs a patched kernel and does nothing on the distributions' own; remove it, and clear the ACS "
-    "redirect bits with setpci on root ports and on switches' downstream ports (host_settings can do so at boot)"
+    "redirect bits with setpci on root ports and on switches' downstream ports (host_settings_acs_redirect: off)"
 )
 
 

@@ -32,10 +32,8 @@ from tests.unit.plugins.samples import ROOT, SOURCES, listener, profile, topolog
 
 CASES = sorted(path.parent.name for path in host_fixtures.HOSTS.glob("*/files.txt"))
 KNOWN_DRIVERS = yaml.safe_load((ROOT / "roles/nvidia_driver/vars/main.yml").read_text())["_nvidia_driver_known"]
-KNOWN_TOOLKITS = [
-    {"version": "1.18.2", "good": True, "why": "", "source": "tried"},
-    {"version": "1.19.1", "good": False, "why": "CUDA does not start in containers", "source": "a report"},
-]
+TOOLKITS = yaml.safe_load((ROOT / "roles/container_runtime/vars/main.yml").read_text())
+KNOWN_TOOLKITS = TOOLKITS["_container_runtime_toolkit_known"]
 OVERRIDES: dict[str, Any] = {"drafter": "code"}
 Found = dict[str, str]
 
@@ -51,6 +49,7 @@ def variables(**more: Any) -> dict[str, Any]:
         "driver": {**driver, "bad_allowed": False, "known": KNOWN_DRIVERS},
         "kernel_parameters": [],
         "storage": "/var/lib/containers",
+        "image_gib": 100,
         "serving": False,
         "space_gib": {},
     }
@@ -367,10 +366,10 @@ def test_a_small_disk_is_named_with_what_is_missing(tmp_path: Path) -> None:
     checks = judge(root, free_gib=300)
     assert bad(checks) == {("space", "failure")}
     # All three folders are on one disk. 4 cards x (91,629 MiB - 18 GiB) = 285.9 GiB, and tables of 189 GiB.
-    assert "300.0 GiB free | 539.9 GiB free" in text(checks, "space")
+    assert "300.0 GiB free | 579.9 GiB free" in text(checks, "space")
     assert "474.9 GiB for the model" in text(checks, "space")
-    assert "239.9 GiB are missing" in text(checks, "space")
-    assert bad(judge(root, variables(space_gib={"model": 200, "image": None, "state": None}), free_gib=300)) == set()
+    assert "279.9 GiB are missing" in text(checks, "space")
+    assert bad(judge(root, variables(space_gib={"model": 190, "image": None, "state": None}), free_gib=300)) == set()
 
 
 def test_what_is_fetched_already_takes_no_more_room() -> None:
@@ -460,7 +459,7 @@ def test_a_known_bad_toolkit_is_refused(tmp_path: Path) -> None:
     root = host_fixtures.lay_out("bare-8x", tmp_path)
     checks = judge(root, variables(toolkit={"version": "1.19.1-1", "known": KNOWN_TOOLKITS}))
     assert bad(checks) == {("toolkit", "failure")}
-    assert "known to be good: 1.18.2" in text(checks, "toolkit")
+    assert "known to be good: 1.18.2, 1.19.0" in text(checks, "toolkit")
 
 
 def test_a_parameter_that_host_settings_would_add_is_refused_as_well(tmp_path: Path) -> None:
