@@ -25,16 +25,16 @@ def host_settings_paths(variables: dict[str, Any]) -> list[str]:
     return host_settings.paths_to_read(_without_prefix(variables))
 
 
-def host_settings_decision(variables: dict[str, Any], host: dict[str, Any], outputs: list[str]) -> dict[str, Any]:
+def host_settings_decision(variables: dict[str, Any], host: dict[str, Any], output: str) -> dict[str, Any]:
     """Return what to write and to set, and what differs; see ``host_settings.decide_settings``.
 
     :param variables: the role's variables, by their whole names.
     :param host: what ``host_state`` says.
-    :param outputs: what ``grep -H`` printed.
+    :param output: what ``grep -H`` printed.
     """
     if "boot_id" not in host:
         raise AnsibleFilterError("host_settings_decision needs what the module host_state returns as 'host'")
-    return host_settings.decide_settings(_without_prefix(variables), host, host_settings.parse_readings(outputs))
+    return host_settings.decide_settings(_without_prefix(variables), host, host_settings.parse_readings(output))
 
 
 def host_settings_lines(decision: dict[str, Any], manage: bool) -> list[str]:

@@ -28,6 +28,8 @@ JOURNAL_FILE = "/etc/systemd/journald.conf.d/60-gpu-node.conf"
 UPGRADES_FILE = "/etc/apt/apt.conf.d/60gpu-node-unattended-upgrades"
 RESTARTS_FILE = "/etc/needrestart/conf.d/60-gpu-node.conf"
 BOOT_FILE = "/etc/gpu-node/host-settings.json"
+BOOT_SCRIPT = "/usr/local/lib/gpu-node/host_settings.py"
+BOOT_UNIT = "/etc/systemd/system/gpu-node-host-settings.service"
 
 GRUB_CONFIGURATION = "/boot/grub/grub.cfg"
 UPDATE_GRUB = "/usr/sbin/update-grub"
@@ -39,17 +41,16 @@ KEEP = "keep"
 _HEADER = "# Written by serving.gpu_node.host_settings\n"
 
 
-def parse_readings(outputs: list[str]) -> dict[str, str]:
+def parse_readings(output: str) -> dict[str, str]:
     """Return texts by path from what ``grep -H`` printed: each line with its file's path and a colon before it.
 
     Lines that are not of that form are left out.
     """
     lines: dict[str, list[str]] = {}
-    for output in outputs:
-        for line in output.split("\n"):
-            path, colon, text = line.partition(":")
-            if colon and path.startswith("/"):
-                lines.setdefault(path, []).append(text)
+    for line in output.split("\n"):
+        path, colon, text = line.partition(":")
+        if colon and path.startswith("/"):
+            lines.setdefault(path, []).append(text)
     return {path: "".join(f"{line}\n" for line in found) for path, found in lines.items()}
 
 
@@ -273,13 +274,14 @@ def _file_differences(files: dict[str, str], readings: dict[str, str]) -> list[d
 def decide_settings(wanted: dict[str, Any], host: dict[str, Any], readings: dict[str, str]) -> dict[str, Any]:
     """Return what to write and to set, and what differs now.
 
-    :param wanted: the role's variables without their prefix.
+    :param wanted: the role's variables without their prefix, ``script`` and ``unit`` (texts for the boot).
     :param host: what ``host_state`` says.
     :param readings: the files named by :func:`paths_to_read`, vendor and APIC IDs of ``/proc/cpuinfo``, the lines of
         GRUB's configuration that start kernels, and the governors of every cpufreq policy.
     :returns: ``problems``, ``warnings`` and ``not_applicable`` (sentences); ``kernel_parameters``; ``files`` (text by
-        path, empty = no file); ``boot`` (what the boot unit sets); ``differences`` (each ``setting``, ``found``,
-        ``wanted``); ``sysctl_differs``, ``boot_differs`` and ``grub_stale``; ``reboot_reasons`` (sentences).
+        path, empty = no file) and which of them are ``differing_files``; ``boot`` (what the boot unit sets);
+        ``differences`` (each ``setting``, ``found``, ``wanted``); ``sysctl_differs``, ``boot_differs`` and
+        ``grub_stale``; ``reboot_reasons`` (sentences).
     """
     parameters, problems, warnings = _parameters(wanted, host, readings)
     blacklist = wanted["upgrade_blacklist"] if wanted["protect_upgrades"] else []
@@ -305,6 +307,8 @@ def decide_settings(wanted: dict[str, Any], host: dict[str, Any], readings: dict
         files[GRUB_FILE] = grub_text(parameters) if UPDATE_GRUB in readings else ""
         files[SYSCTL_FILE] = sysctl_text(values)
         files[BOOT_FILE] = json.dumps(boot, indent=4, sort_keys=True) + "\n" if boot else ""
+        files[BOOT_SCRIPT] = wanted["script"] if boot else ""
+        files[BOOT_UNIT] = wanted["unit"] if boot else ""
     missing = missing_parameters(host["kernel"]["cmdline"], parameters)
     of_kernel = [{"setting": "kernel parameters", "found": f"no {one}", "wanted": one} for one in missing]
     in_grub = in_grub_configuration(readings.get(GRUB_CONFIGURATION, ""), parameters)
@@ -315,6 +319,7 @@ def decide_settings(wanted: dict[str, Any], host: dict[str, Any], readings: dict
         "kernel_parameters": parameters,
         "files": files,
         "boot": boot,
+        "differing_files": [path for path, text in files.items() if readings.get(path, "") != text],
         "differences": [*of_kernel, *of_sysctl, *of_boot, *_file_differences(files, readings)],
         "sysctl_differs": bool(of_sysctl),
         "boot_differs": bool(of_boot),
@@ -326,6 +331,7 @@ def decide_settings(wanted: dict[str, Any], host: dict[str, Any], readings: dict
 def paths_to_read(wanted: dict[str, Any]) -> list[str]:
     """Return the files whose whole text :func:`decide_settings` needs."""
     ours = [GRUB_FILE, SYSCTL_FILE, JOURNAL_FILE, UPGRADES_FILE, RESTARTS_FILE, BOOT_FILE]
+    ours += [BOOT_SCRIPT, BOOT_UNIT]
     return [*ours, UPDATE_GRUB, HUGE_PAGES, *map(sysctl_path, wanted_sysctl(wanted))]
 
 

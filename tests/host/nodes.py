@@ -188,6 +188,19 @@ class Node:
     ) -> Play:
         return self.start_playbook(*args, playbook=playbook, extra=extra).finish(timeout)
 
+    def role(
+        self, name: str, *args: str, extra: dict[str, Any] | None = None, tasks_from: Sequence[str] = ("main",)
+    ) -> Play:
+        """One role alone, by the entry points to call."""
+        tasks = [
+            {"name": entry, "ansible.builtin.include_role": {"name": f"serving.gpu_node.{name}", "tasks_from": entry}}
+            for entry in tasks_from
+        ]
+        play = {"name": name, "hosts": "gpu_nodes", "gather_facts": False, "become": True, "tasks": tasks}
+        playbook = self.folder / f"role-{name}.yml"
+        playbook.write_text(json.dumps([play]))
+        return self.playbook(*args, playbook=str(playbook), extra=extra)
+
     def converge(self, *args: str, extra: dict[str, Any] | None = None, timeout: float = 1800) -> Play:
         """site.yml, which must succeed."""
         play = self.playbook(*args, extra=extra, timeout=timeout)

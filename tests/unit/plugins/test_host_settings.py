@@ -29,6 +29,7 @@ DEFAULTS = {
     name.removeprefix("host_settings_"): value
     for name, value in yaml.safe_load((ROOT / "roles/host_settings/defaults/main.yml").read_text()).items()
 }
+DEFAULTS |= {"script": "#!/usr/bin/python3\n", "unit": "[Service]\n"}
 POLICY = "/sys/devices/system/cpu/cpufreq/policy"
 
 
@@ -107,7 +108,7 @@ def test_nothing_differs_once_it_is_set() -> None:
     wanted = {"iommu": "passthrough", "acs_redirect": "off"}
     state = host(kernel={"cmdline": "root=UUID=0a1b ro iommu=pt quiet"})
     decision = decide(wanted, state=state, readings=settled(wanted, state, fresh()))
-    assert decision["differences"] == []
+    assert decision["differences"] == decision["differing_files"] == []
     assert not decision["sysctl_differs"]
     assert not decision["boot_differs"]
     assert not decision["grub_stale"]
@@ -183,6 +184,7 @@ def test_keep_writes_nothing() -> None:
 def test_a_file_that_is_no_longer_wanted_goes() -> None:
     decision = decide({"protect_upgrades": False}, readings=fresh(**{UPGRADES_FILE: "// old\n"}))
     assert decision["files"][UPGRADES_FILE] == ""
+    assert UPGRADES_FILE in decision["differing_files"]
     assert differing(decision)[UPGRADES_FILE] == ("a file", "no file")
 
 
@@ -318,7 +320,7 @@ def test_a_kernel_that_came_back_without_its_parameters() -> None:
 
 
 def test_readings_are_split_by_file() -> None:
-    assert parse_readings(["/a:1\n/a:2:3\n", "grep: trouble\n/b/c:\n"]) == {"/a": "1\n2:3\n", "/b/c": "\n"}
+    assert parse_readings("/a:1\n/a:2:3\ngrep: trouble\n/b/c:\n") == {"/a": "1\n2:3\n", "/b/c": "\n"}
     assert chosen_word("always [madvise] never\n") == "madvise"
 
 
@@ -330,6 +332,6 @@ def test_any_readings_give_a_decision(readings: dict[str, str], cmdline: str) ->
     assert set(decision["files"]) <= set(paths_to_read(DEFAULTS))
 
 
-@given(st.lists(st.text()))
-def test_any_output_is_split(outputs: list[str]) -> None:
-    assert all(path.startswith("/") for path in parse_readings(outputs))
+@given(st.text() | st.from_regex(r"(/[a-z]{1,3}:?.{0,4}\n){0,5}"))
+def test_any_output_is_split(output: str) -> None:
+    assert all(path.startswith("/") and text.endswith("\n") for path, text in parse_readings(output).items())
