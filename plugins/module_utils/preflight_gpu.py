@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.cdi import toolkit_problem
 from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import sort_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import full_address, gpu_name
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts import (
@@ -22,6 +21,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts i
     plain_version,
     split_remedy,
 )
+from ansible_collections.serving.gpu_node.plugins.module_utils.toolkit import toolkit_problem
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import GPU_MODELS
 
 # What a card shows of its memory when the firmware gives it no more (BAR1 without Resizable BAR).

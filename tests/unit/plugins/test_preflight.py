@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.preflight import 
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_gpu import GPU_CHECKS
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_host import HOST_CHECKS
+from ansible_collections.serving.gpu_node.plugins.module_utils.topology_file import load_topology
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -591,6 +593,21 @@ def test_any_part_may_be_missing(good: tuple[dict[str, Any], dict[str, Any]], da
     checks = check_host(host, good[1], {}, wanted)
     assert all(set(item) == {"check", "level", "seen", "wanted", "remedy"} for item in checks)
     assert all(bool(item["remedy"]) == (item["level"] != "ok") for item in checks)
+
+
+def test_a_virtual_machine_with_one_card() -> None:
+    """Read on one: an H200, driver 580.159.04, no ports above the card, BAR1 as region 2."""
+    host = json.loads((host_fixtures.HOSTS / "read_1x_h200_vm.json").read_text())
+    assert host["gpus"][0]["bar1_bytes"] == 256 * 2**30
+    read = load_topology((host_fixtures.HOSTS.parent / "topology/read_1x_h200_vm.json").read_text())
+    asked = {"tensor_parallel_size": 1, "gpus": ["0000:00:06.0"]}
+    wanted = wanted_of(profile("2x"), asked, SOURCES["2x"], adopted(version="580.159.04"))
+    levels = {item["check"]: item["level"] for item in check_host(host, {"listeners": [], **read}, {}, wanted)}
+    gpu_checks = ("gpus", "gpus_of_driver", "bar1", "iommu", "acs", "pcie_width", "pcie_speed", "card_driver", "driver")
+    assert {name: levels[name] for name in gpu_checks} == dict.fromkeys(gpu_checks, "ok")
+    assert (levels["driver_libraries"], levels["driver_flavour"], levels["secure_boot"]) == ("ok", "ok", "ok")
+    # nothing to give the card to a container with
+    assert (levels["podman"], levels["toolkit"], levels["cdi"]) == ("failure", "failure", "failure")
 
 
 # --- inventory, plan, acceptance, report
