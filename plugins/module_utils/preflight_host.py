@@ -156,14 +156,14 @@ def _check_numa_balancing(facts: Facts) -> list[Check]:
 
 def _check_time(facts: Facts) -> list[Check]:
     told = facts.host["time_synchronized"]
-    if told is None:
-        remedy = "have systemd-timesyncd or chrony run; with a wrong clock package lists and certificates are refused"
-        # A container has its host's clock.
-        return [finding("time", OK if facts.host["container"] else WARNING, "not told", "synchronized", remedy)]
-    remedy = "start systemd-timesyncd or chrony, and let it reach a time server"
-    return [
-        finding("time", OK if told else WARNING, "synchronized" if told else "not synchronized", "synchronized", remedy)
-    ]
+    seen = "not told" if told is None else "synchronized" if told else "not synchronized"
+    # A container has its host's clock, and cannot set it.
+    level = OK if told or facts.host["container"] else WARNING
+    remedy = (
+        "start systemd-timesyncd or chrony, and let it reach a time server: with a wrong clock package lists and "
+        "certificates are refused"
+    )
+    return [finding("time", level, seen, "synchronized", remedy)]
 
 
 def _check_ports(facts: Facts) -> list[Check]:

@@ -253,7 +253,7 @@ def read_apt_lock(root: Path) -> dict[str, Any] | None:
         for pid in holders.get(inode, []):
             # Another file system may have a locked file with the same number.
             if any(_link(root / f"proc/{pid}/fd/{entry}") == lock for entry in _names(root / f"proc/{pid}/fd")):
-                command = _read(root / f"proc/{pid}/cmdline").replace("\0", " ").strip()
+                command = " ".join(_read(root / f"proc/{pid}/cmdline").replace("\0", " ").split())
                 return {"pid": pid, "command": (command or _read(root / f"proc/{pid}/comm").strip())[:120]}
     return None
 

@@ -349,10 +349,10 @@ def test_every_check_fails_or_warns_on_some_machine_and_is_good_on_the_good_one(
 
 def test_a_locked_apt_names_who_holds_it(tmp_path: Path) -> None:
     root = host_fixtures.lay_out("good-8x", tmp_path)
-    host_fixtures.lock(root, "/var/lib/dpkg/lock-frontend", 4711, "/usr/bin/unattended-upgrade")
+    host_fixtures.lock(root, "/var/lib/dpkg/lock-frontend", 4711, "/usr/bin/python3 /usr/bin/unattended-upgrade")
     checks = judge(root)
     assert bad(checks) == {("apt_lock", "warning")}
-    assert "process 4711 (/usr/bin/unattended-upgrade)" in text(checks, "apt_lock")
+    assert "process 4711 (/usr/bin/python3 /usr/bin/unattended-upgrade)" in text(checks, "apt_lock")
 
 
 def test_a_lock_of_another_file_with_the_same_number_is_none(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.parsing.vault import VaultLib, VaultSecret
 
 ROOT = Path(__file__).resolve().parents[3]
 # An address for documentation: nothing answers there, so that a connection would fail.
@@ -77,7 +78,6 @@ def test_the_report_is_shown_and_written_once(tmp_path: Path) -> None:
     assert report["passed"] is True
     assert {"variables", "inventory", "plan", "os", "space"} <= {check["check"] for check in report["checks"]}
     assert f"{len(report['checks'])} checks: 0 failed" in output
-    (reports / "here.preflight.json").chmod(0o644)
 
 
 def test_profile_8x_fails_here_once_and_names_everything(tmp_path: Path) -> None:
@@ -121,6 +121,17 @@ def test_a_secret_of_the_wrong_form_is_not_shown(tmp_path: Path) -> None:
     counts, output = play(tmp_path, "-l", "away", balancer_client_keys=["hunter2-is-a-secret"])
     assert (counts["failed"], counts["unreachable"]) == (1, 0)
     assert "variables: balancer_client_keys: not of the right form (its content is not shown)" in output
+    assert "hunter2" not in output
+
+
+def test_a_vault_that_was_not_handed_over_is_named(tmp_path: Path) -> None:
+    locked = VaultLib().encrypt("hunter2", VaultSecret(b"password")).decode()
+    lines = "\n".join(f"      {line}" for line in locked.splitlines())
+    (tmp_path / "vault.yml").write_text(f"balancer_client_keys:\n  - name: team-a\n    key: !vault |\n{lines}\n")
+    counts, output = play(tmp_path, "-l", "away", "-e", f"@{tmp_path / 'vault.yml'}")
+    assert (counts["failed"], counts["unreachable"]) == (1, 0)
+    assert "variables: balancer_client_keys cannot be evaluated" in output
+    assert "--vault-password-file" in output
     assert "hunter2" not in output
 
 
