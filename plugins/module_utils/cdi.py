@@ -1,6 +1,6 @@
 # Copyright: the gpu_node authors
 # MIT License (see LICENSE)
-"""CDI specifications of NVIDIA GPUs: what ``--device nvidia.com/gpu=UUID`` gives a container, and what is wrong with it.
+"""CDI specifications of NVIDIA GPUs: what ``--device nvidia.com/gpu=UUID`` gives a container, and what is wrong there.
 
 Pure functions only: the module ``cdi_spec`` reads files and looks whether paths exist. The form is that of the
 Container Device Interface (``cdiVersion``, ``kind``, ``devices``, ``containerEdits``), as nvidia-ctk writes it.
@@ -21,6 +21,8 @@ except ImportError:  # a bare node has none; the role installs python3-yaml befo
     yaml = None  # type: ignore[assignment]
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO
+from ansible_collections.serving.gpu_node.plugins.module_utils.toolkit import numbers
+from ansible_collections.serving.gpu_node.plugins.module_utils.toolkit import toolkit_problem as toolkit_problem
 
 GPU_KIND = "nvidia.com/gpu"
 REMEDY = "make it anew with `systemctl start gpu-node-cdi.service`"
@@ -30,7 +32,6 @@ CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 _CARD_NODE = re.compile(r"/dev/nvidia[0-9]+")
 _LIBRARY = re.compile(r"/lib(?:cuda|nvidia-ml)\.so\.([0-9]+(?:\.[0-9]+)+)$")
 _CUDA = re.compile(r"/libcuda\.so\.[0-9.]+$")
-_VERSION = re.compile(r"([0-9]+)\.([0-9]+)(?:\.([0-9]+))?")
 _SHOWN = 3
 # Podman reads a specification strictly: one of a version that it does not know yet counts as if it were not there.
 # By Podman's version the newest one read; what is not listed here was not seen. Sources: 4.3.1 was tried (Debian 12);
@@ -140,7 +141,7 @@ def parse_spec(path: str, text: str) -> CdiSpec:
     if not value:
         raise CdiError("it is empty")
     version, kind = value.get("cdiVersion"), value.get("kind")
-    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+    if not isinstance(version, str) or not numbers(version):
         raise CdiError("it has no cdiVersion such as 0.5.0")
     if not isinstance(kind, str) or "/" not in kind:
         raise CdiError("it has no kind such as nvidia.com/gpu")
@@ -209,17 +210,12 @@ def driver_versions(spec: CdiSpec) -> list[str]:
     return sorted({match[1] for match in map(_LIBRARY.search, mounts) if match})
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    match = _VERSION.match(version)
-    return tuple(int(part) for part in match.groups() if part) if match else ()
-
-
 def unreadable_by(podman: str, version: str) -> bool:
     """Tell whether this Podman passes over specifications of this version, as far as that is known."""
-    own = _numbers(podman)
+    own = numbers(podman)
     for below, newest in _READ_BY_PODMAN:
         if own and own < below:
-            return _numbers(version)[:2] > newest
+            return numbers(version)[:2] > newest
     return False
 
 
@@ -370,32 +366,3 @@ def wanted_gpus(plan: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, l
         "uuids": [uuid for uuid in found.values() if uuid != AUTO],
         "waiting": [address for address, uuid in found.items() if uuid == AUTO],
     }
-
-
-def toolkit_problem(version: str, podman: str, known: list[dict[str, Any]]) -> str:
-    """Return why this version of nvidia-container-toolkit is refused; empty when it is not.
-
-    :param version: for example ``1.18.2``; empty when none is there or asked for.
-    :param podman: Podman's version; empty when unknown.
-    :param known: what is known of versions, each ``{"version", "good": bool, "why", "source", "podman_below"}``; with
-        ``podman_below`` it holds for older Podmans alone. A version may end in ``and older`` or ``and newer``.
-    """
-    own = _numbers(version)
-    for entry in known:
-        stated = str(entry["version"])
-        base = _numbers(stated)
-        applies = own == base
-        if stated.endswith("and older"):
-            applies = own <= base
-        elif stated.endswith("and newer"):
-            applies = own >= base
-        limit = _numbers(str(entry.get("podman_below", "")))
-        if limit and not (podman and _numbers(podman) < limit):
-            continue
-        if own and applies and not entry["good"]:
-            good = ", ".join(str(item["version"]) for item in known if item["good"])
-            return (
-                f"nvidia-container-toolkit {version} is known to be bad: {entry['why']} ({entry['source']});"
-                f" known to be good: {good}"
-            )
-    return ""

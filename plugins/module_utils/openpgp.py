@@ -111,7 +111,7 @@ def key_problem(text: str, pinned: str, source: str) -> str:
     if found != [wanted]:
         return (
             f"the key of {source} has the fingerprint {', '.join(found) or '(none)'}, not {wanted}: nothing was"
-            " installed from there. Compare it with what the repository's owner publishes; change the pinned fingerprint"
-            " only when they agree"
+            " installed from there. Compare it with what the repository's owner publishes; only when they agree, change"
+            " the pinned fingerprint"
         )
     return ""

@@ -64,4 +64,10 @@ def start_problem(said: str, uuids: list[str]) -> str:
             f"Podman knows no CDI device {', '.join(absent)}: the specification in /etc/cdi lacks it, or Podman cannot"
             " read that (run the same with `podman --log-level debug` to see why)"
         )
+    if "executing hook" in said:
+        return (
+            "the container did not start, because a hook in the CDI specification failed: crun makes a read-only root"
+            f" read-only before it runs hooks; make a specification without any: `systemctl start gpu-node-cdi.service`"
+            f" ({last[:300]})"
+        )
     return f"the container did not start: {last[:400]}"
