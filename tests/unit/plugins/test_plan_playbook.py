@@ -49,7 +49,8 @@ def test_a_plan_that_cannot_work_is_refused_and_nothing_saved(tmp_path: Path) ->
     more = {"serving_plan_sources": {}, "serving_plan_overrides": {"DS41_IDX_CHUNK": 0}}
     counts, output = plan(tmp_path, "gpu-node", "8x.yml", "-e", json.dumps(more))
     assert counts["gpu-node"]["failed"] == 1
-    assert "drafter: 'code' has no source" in output
     assert "set chunked_indexer to true (DS41_IDX_CHUNK=1)" in output
-    assert "nothing was changed" in output
+    # each reason in a line of its own
+    assert "nothing was changed:\\n- drafter: 'code' has no source" in output
+    assert "\\n- max_model_len: without the chunked indexer" in output
     assert not (tmp_path / "plans").exists()
