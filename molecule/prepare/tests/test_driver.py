@@ -1,0 +1,198 @@
+"""The driver on a node without GPUs: built, pinned, held; what cannot work is refused and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testinfra.host import Host
+
+PROJECT = Path(__file__).resolve().parents[3]
+Converge = Callable[..., Any]
+
+KERNEL = "6.1.0-50-amd64"
+# Its headers do not fit Debian's driver: a function of the kernel has one argument more.
+BROKEN_KERNEL = "6.1.0-57-amd64"
+MODULE = "nvidia-current-open"
+
+
+def installed_version(host: Host) -> str:
+    return host.package("nvidia-open-kernel-dkms").version.partition("-")[0]
+
+
+def everything(host: Host) -> str:
+    """What a refusal must not change: packages, holds, and apt's files."""
+    return host.check_output(
+        "dpkg-query -W; apt-mark showhold; "
+        "find /etc/apt /etc/modprobe.d /etc/systemd/system -type f -exec sha256sum {} +"
+    )
+
+
+# --- what is there -------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_installed_for_the_wanted_kernel(host: Host) -> None:
+    status = host.check_output("dkms status")
+    assert f"{MODULE}/{installed_version(host)}, {KERNEL}, x86_64: installed" in status
+    assert host.check_output("modinfo -k %s -F license %s", KERNEL, MODULE) == "Dual MIT/GPL"
+    assert host.check_output("modinfo -k %s -F version %s", KERNEL, MODULE) == installed_version(host)
+
+
+def test_the_module_is_signed_with_the_given_key(host: Host) -> None:
+    assert host.check_output("modinfo -k %s -F signer %s", KERNEL, MODULE) == "Test module signing"
+
+
+def test_the_signing_key_is_roots_alone(host: Host) -> None:
+    key = host.file("/etc/gpu-node/secrets/mok/mok.key")
+    assert oct(key.mode) == oct(0o600)
+    secret = (PROJECT / ".demo/prepare/mok.key").read_text().splitlines()[5]
+    assert secret in key.content_string
+    assert secret not in host.check_output("journalctl --all --no-pager")
+
+
+def test_it_is_not_loaded_here(host: Host) -> None:
+    assert not host.file("/proc/driver/nvidia/version").exists
+
+
+def test_the_node_stays_healthy(host: Host) -> None:
+    assert host.check_output("systemctl is-system-running") == "running"
+    assert host.service("nvidia-persistenced").is_enabled
+    assert host.service("gpu-node-limits").is_enabled
+
+
+def test_nouveau_stays_away_and_the_options_have_the_modules_names(host: Host) -> None:
+    options = host.check_output("modprobe --showconfig")
+    assert "blacklist nouveau" in options
+    assert f"options {MODULE.replace('-', '_')}_uvm uvm_disable_hmm=1" in options
+
+
+def test_limits_are_written_for_the_boot(host: Host) -> None:
+    limits = json.loads(host.file("/etc/gpu-node/gpu-limits.json").content_string)
+    assert limits["power_limits_w"] == {"0000:38:00.0": 400}
+
+
+def test_the_source_is_verified_with_the_distributions_key(host: Host) -> None:
+    source = host.file("/etc/apt/sources.list.d/gpu-node-nvidia.sources")
+    assert "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg" in source.content_string
+    assert oct(source.mode) == oct(0o644)
+
+
+def test_unattended_upgrades_leave_it_alone(host: Host) -> None:
+    names = host.check_output("apt-config dump Unattended-Upgrade::Package-Blacklist")
+    assert '"^nvidia-"' in names
+    assert '"^linux-image-"' in names
+
+
+@pytest.fixture
+def newer_package(host: Host) -> Iterator[str]:
+    """A source with a newer package of the driver."""
+    host.check_output(
+        "mkdir -p /srv/newer/p/DEBIAN && cd /srv/newer && printf 'Package: nvidia-smi\\nVersion: 999.1-1\\n"
+        "Architecture: amd64\\nMaintainer: t <t@example.com>\\nDescription: t\\n' >p/DEBIAN/control && "
+        "dpkg-deb --build p nvidia-smi_999.1-1_amd64.deb && dpkg-scanpackages . >Packages && "
+        "echo 'deb [trusted=yes] file:/srv/newer ./' >/etc/apt/sources.list.d/newer.list && apt-get update"
+    )
+    yield "nvidia-smi"
+    host.check_output("rm -r /etc/apt/sources.list.d/newer.list /srv/newer && apt-get update")
+
+
+def test_the_hold_survives_an_upgrade(host: Host, newer_package: str) -> None:
+    assert f"Inst {newer_package} " not in host.check_output("apt-get -s dist-upgrade")
+    host.check_output("apt-mark unhold %s", newer_package)
+    try:
+        # otherwise the line above would prove nothing
+        assert f"Inst {newer_package} " in host.check_output("apt-get -s dist-upgrade")
+    finally:
+        host.check_output("apt-mark hold %s", newer_package)
+
+
+def test_a_dry_run_on_the_converged_node_changes_nothing(converge: Converge) -> None:
+    play = converge("--check", "--diff")
+    assert play.rc == 0, play.output
+    assert play.changed == 0, play.output
+
+
+# --- what is refused -----------------------------------------------------------------------------------------
+
+KEY = str(PROJECT / "tests/unit/plugins/fixtures/openpgp/ed25519.asc")
+MIRROR = {
+    "nvidia_driver_source": "mirror",
+    "nvidia_driver_version": "590.48.01",
+    "nvidia_driver_mirror_url": "file:/srv/nowhere/",
+    "nvidia_driver_repository_key": KEY,
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        pytest.param(
+            {"nvidia_driver_kernels": ["6.1.0-999-amd64"]},
+            ["headers of kernel 6.1.0-999-amd64", "linux-headers-6.1.0-999-amd64"],
+            id="headers",
+        ),
+        pytest.param(
+            {"nvidia_driver_version": "550.99.01"},
+            ["nvidia_driver_version 550.99.01 is not in the package source", "535.261.03"],
+            id="version",
+        ),
+        pytest.param({"nvidia_driver_version": "595.71.05"}, ["known to be bad", "Xid 8"], id="bad"),
+        pytest.param(
+            {**MIRROR, "nvidia_driver_key_fingerprint": "A" * 40}, ["has the fingerprint", "A" * 40], id="key"
+        ),
+        pytest.param({**MIRROR, "nvidia_driver_repository_key": ""}, ["nvidia_driver_repository_key"], id="no key"),
+        pytest.param(
+            {"nvidia_driver_power_limits_w": {"gpu0": 400}}, ["'gpu0' is neither a GPU's UUID nor"], id="limit"
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_and_changes_nothing(
+    host: Host, converge: Converge, variables: dict[str, Any], words: list[str]
+) -> None:
+    before = everything(host)
+    play = converge(**variables)
+    assert play.rc == 2, play.output
+    assert play.changed == 0, play.output
+    for word in ("Nothing was changed.", *words):
+        assert word in play.words, play.output
+    assert everything(host) == before
+
+
+def test_a_driver_that_is_only_verified_is_told_and_left(host: Host, converge: Converge) -> None:
+    before = everything(host)
+    play = converge(nvidia_driver_manage=False)
+    assert play.rc == 0, play.output
+    assert play.changed == 0, play.output
+    assert everything(host) == before
+
+
+def test_an_interrupted_installation_is_continued(host: Host, converge: Converge) -> None:
+    host.check_output(
+        "cd /root && apt-get download nvidia-smi && dpkg --unpack nvidia-smi_*.deb && rm nvidia-smi_*.deb"
+    )
+    assert host.check_output("dpkg-query -W -f '${db:Status-Status}' nvidia-smi") == "unpacked"
+    play = converge()
+    assert play.rc == 0, play.output
+    assert host.check_output("dpkg-query -W -f '${db:Status-Status}' nvidia-smi") == "installed"
+
+
+def test_a_build_that_fails_is_told_with_the_end_of_its_log(host: Host, converge: Converge) -> None:
+    play = converge(nvidia_driver_kernels=[KERNEL, BROKEN_KERNEL])
+    assert play.rc == 2, play.output
+    for word in (BROKEN_KERNEL, "`installed` is needed", "pci_resize_resource", "choose another nvidia_driver_version"):
+        assert word in play.words, play.output
+    # headers that lost their files: another failure, other words
+    host.check_output("rm /usr/src/linux-headers-%s/Makefile", BROKEN_KERNEL)
+    play = converge(nvidia_driver_kernels=[KERNEL, BROKEN_KERNEL])
+    assert play.rc == 2, play.output
+    assert f"kernel headers for kernel {BROKEN_KERNEL} cannot be found" in play.words, play.output
+    # what was there before still is
+    assert f", {KERNEL}, x86_64: installed" in host.check_output("dkms status")
+    common = BROKEN_KERNEL.replace("amd64", "common")
+    host.check_output("apt-get purge -y linux-headers-%s linux-headers-%s", BROKEN_KERNEL, common)
+    play = converge()
+    assert play.rc == 0, play.output
+    assert play.changed == 0, play.output
