@@ -130,7 +130,8 @@ def main(argv: list[str]) -> int:
         failure = "" if options.check else write(file, word)
         if not options.check and not failure and chosen(file) != word:
             failure = f"{file}: {word} was written, and it says {chosen(file)}"
-        (failures if failure else changes).append(failure or f"{file}: {found}, wanted {word}")
+        change = f"{file}: {found}, wanted {word}" if options.check else f"{file}: {found}, now {word}"
+        (failures if failure else changes).append(failure or change)
     for name in ports_above_gpus(root) if wanted.get("acs_redirect") == "off" else []:
         change, failure = clear_redirect(root / PCI / name, options.check)
         changes += [change] if change else []

@@ -97,6 +97,7 @@ def test_everything_is_set_and_a_second_run_changes_nothing(
     assert control_of(root, ROOT_PORT) == SOURCE_VALIDATION | UPSTREAM_FORWARDING
     assert control_of(root, DOWNSTREAM) == 0
     assert control_of(root, "0000:30:03.0") == REQUEST | COMPLETION
+    assert "always, now madvise" in told
     assert ROOT_PORT in told
     assert DOWNSTREAM in told
     assert UPSTREAM not in told
@@ -110,7 +111,7 @@ def test_check_says_what_differs_and_changes_nothing(
     assert script.main(["--check", "--root", str(root)]) == 1
     told = capsys.readouterr().out
     assert "schedutil" in told
-    assert "always" in told
+    assert "always, wanted madvise" in told
     assert ROOT_PORT in told
     assert governors(root) == ["schedutil", "schedutil"]
     assert control_of(root, ROOT_PORT) & REQUEST
