@@ -59,10 +59,10 @@ def start_problem(said: str, uuids: list[str]) -> str:
         (line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "nothing"
     )
     if "unresolvable CDI devices" in said:
-        absent = re.findall(r"nvidia\.com/gpu=([A-Za-z0-9_.:-]+)", last) or uuids
+        # It names all that were asked for, also those that it found.
         return (
-            f"Podman knows no CDI device {', '.join(absent)}: the specification in /etc/cdi lacks it, or Podman cannot"
-            " read that (run the same with `podman --log-level debug` to see why)"
+            f"Podman does not find every CDI device of {', '.join(uuids)}: the specification in /etc/cdi lacks one, or"
+            " Podman cannot read that (run the same with `podman --log-level debug` to see why)"
         )
     if "executing hook" in said:
         return (

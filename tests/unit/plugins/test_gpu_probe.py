@@ -95,7 +95,7 @@ def test_cuda_that_was_not_asked() -> None:
     [
         (
             f"Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu={SECOND}\n",
-            f"Podman knows no CDI device {SECOND}:",
+            f"Podman does not find every CDI device of {FIRST}:",
         ),
         (
             'Error: OCI runtime error: crun: {"msg":"error executing hook `/usr/bin/nvidia-cdi-hook` (exit code: 1)"}',
@@ -253,7 +253,7 @@ def test_a_container_that_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     looks, problems = gpu_probe.probe([FIRST], {}, False, 20)
     assert looks == []
     assert len(problems) == 1
-    assert f"Podman knows no CDI device {FIRST}" in problems[0]
+    assert f"Podman does not find every CDI device of {FIRST}" in problems[0]
 
 
 @needs_var_lib
