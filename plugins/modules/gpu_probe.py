@@ -47,12 +47,7 @@ author: The gpu_node authors (@gpu-node)
 """
 
 EXAMPLES = r"""
-- name: Check the specification
-  serving.gpu_node.cdi_spec:
-    devices: [GPU-01234567-89ab-cdef-0123-456789abcdef]
-  register: specification
-
-- name: Prove that a container gets the GPU
+- name: Prove that a container gets the GPU, with the nodes that cdi_spec returned
   serving.gpu_node.gpu_probe:
     devices: [GPU-01234567-89ab-cdef-0123-456789abcdef]
     nodes: "{{ specification.nodes }}"
