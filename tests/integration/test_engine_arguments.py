@@ -170,14 +170,15 @@ def all_cases(plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
 
 
 def in_container(node: Node, sources: Path, asked: str) -> str:
-    """Return what the parser prints, run in the node's own image without network."""
+    """Return what the parser prints, run in the node's own image."""
     seen = f"{image_cache.MOUNT}/{sources.name}"
     assert node.run(f"test -d {seen}").returncode == 0, f"{node.container} does not see {seen}"
     node.ssh(f"cat >{ON_NODE}", stdin=(ENGINE / "parse_arguments.py").read_text())
     image = json.loads(node.ssh(f"cat {RELEASE}"))["image"]["ref"]
     volumes = f"-v {seen}:/sources:ro -v {ON_NODE}:/parse_arguments.py:ro"
     environment = "-e PYTHONPATH=/sources -e PYTHONDONTWRITEBYTECODE=1 -e VLLM_TARGET_DEVICE=cpu"
-    podman = f"podman run --rm -i --network none {volumes} {environment} {shlex.quote(image)}"
+    # A network of its own would need sysctls that a node in a container may not set.
+    podman = f"podman run --rm -i --network host {volumes} {environment} {shlex.quote(image)}"
     return node.ssh(f"{podman} python3 /parse_arguments.py", stdin=asked, timeout=600)
 
 
