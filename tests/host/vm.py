@@ -31,6 +31,9 @@ PACKAGES = (
     *testhost.NODE_PACKAGES,
     "linux-image-cloud-amd64",
     "initramfs-tools",
+    # update-grub as on a real machine, and the boot loader that reads what it writes
+    "grub2-common",
+    "grub-pc-bin",
     # what the tests put into a container
     "busybox-static",
 )
@@ -68,6 +71,28 @@ PerSourcePenalties no
 MAKE_HOST_KEY = f"/bin/sh -c 'test -e {HOST_KEY} || ssh-keygen -q -t ed25519 -N \"\" -f {HOST_KEY}'"
 # The initrd with the drivers of this one disk boots in a fraction of the time.
 INITRD_MODULES = "virtio_pci\nvirtio_blk\next4\n"
+# The parameters that this machine needs; whatever a test adds comes through the guest's own update-grub.
+KERNEL_LINE = "console=ttyS0 net.ifnames=0 mitigations=off panic=1"
+GRUB_DEFAULTS = f"""\
+GRUB_DEFAULT=0
+GRUB_TIMEOUT=0
+GRUB_TERMINAL=console
+GRUB_DISABLE_OS_PROBER=true
+GRUB_CMDLINE_LINUX_DEFAULT=""
+GRUB_CMDLINE_LINUX="{KERNEL_LINE}"
+"""
+# Until the guest runs update-grub for the first time: there is no disk that it could look at while the root is made.
+GRUB_CONFIG = f"""\
+linux /vmlinuz root=/dev/vda rw {KERNEL_LINE}
+initrd /initrd.img
+boot
+"""
+GRUB_FOLDER = "/usr/lib/grub/i386-pc"
+# GRUB on a small disk of its own: it looks for the guest's configuration and goes by that.
+GRUB_SEARCH = "search --no-floppy --file --set=root /boot/grub/grub.cfg\nset prefix=($root)/boot/grub\n"
+GRUB_CORE = "/boot/grub/core.img"
+GRUB_BUILT_IN = "biosdisk ext2 search search_fs_file normal linux test"
+FSTAB = "/dev/vda / ext4 defaults 0 0\n"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -92,6 +117,10 @@ def overlay_files(machine: Machine) -> dict[str, bytes]:
         ).encode(),
         "etc/systemd/network/10-user.network": NETWORK.encode(),
         "etc/resolv.conf": RESOLV_CONF.encode(),
+        "etc/fstab": FSTAB.encode(),
+        "etc/default/grub": GRUB_DEFAULTS.encode(),
+        "boot/grub/grub.cfg": GRUB_CONFIG.encode(),
+        "boot/grub/search.cfg": GRUB_SEARCH.encode(),
         "root/.ssh/authorized_keys": (STATE / "id_ed25519.pub").read_bytes(),
     }
 
@@ -113,6 +142,8 @@ def bootstrap_argv(machine: Machine, overlay: Path, root: Path) -> list[str]:
         'chroot "$1" systemctl set-default multi-user.target',
         'chroot "$1" systemctl enable systemd-networkd.service',
         'chmod 0700 "$1/root/.ssh" && chmod 0600 "$1/root/.ssh/authorized_keys"',
+        f'cp -r "$1{GRUB_FOLDER}" "$1/boot/grub/"',
+        f'chroot "$1" grub-mkimage -O i386-pc -o {GRUB_CORE} -p /boot/grub -c /boot/grub/search.cfg {GRUB_BUILT_IN}',
     )
     argv = ["mmdebstrap", "--variant=minbase", "--format=directory", f"--include={','.join(PACKAGES)}"]
     argv += [f"--aptopt={line}" for line in machine.apt_conf]
@@ -135,7 +166,7 @@ def bootstrap_problem(log: str) -> str:
 
 
 def build_image(machine: Machine, image: Path) -> None:
-    """The folder: disk.img, vmlinuz and initrd.img. It gets its name when it is complete."""
+    """The folder: disk.img with the guest's root, boot.img with GRUB. It gets its name when it is complete."""
     if os.geteuid() != 0:
         raise HostError("only root can make the virtual machine's disk, whose files belong to root; run as root")
     log = VMS / "image.log"
@@ -155,12 +186,19 @@ def build_image(machine: Machine, image: Path) -> None:
             mirrors = " ".join(dict.fromkeys(source.uri for source in machine.sources))
             why = bootstrap_problem(log.read_text(errors="replace"))
             raise HostError(f"no Debian 13 ({SUITE}) from {mirrors}: mmdebstrap failed with {failed}: {why} ({log})")
-    for kind, name in (("vmlinuz-*", "vmlinuz"), ("initrd.img-*", "initrd.img")):
-        shutil.copyfile(max((root / "boot").glob(kind)), result / name)
+    (result / "boot.img").write_bytes(boot_disk(root))
     say("  writing the disk")
     testhost.checked(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(result / "disk.img"), DISK_SIZE], timeout=600)
     result.rename(image)
     shutil.rmtree(work)
+
+
+def boot_disk(root: Path) -> bytes:
+    """A disk that is nothing but GRUB: its boot sector, then what that loads, filled to whole sectors."""
+    parts = (f"{GRUB_FOLDER}/boot.img", GRUB_CORE)
+    sectors = b"".join((root / part.lstrip("/")).read_bytes() for part in parts)
+    # An empty megabyte after it: a BIOS takes the geometry of a smaller disk for a floppy's.
+    return sectors + bytes(-len(sectors) % 512 + 2**20)
 
 
 def ensure_image() -> Path:
@@ -184,8 +222,12 @@ def qemu_argv(folder: Path, ssh_port: int) -> list[str]:
     for node, cpus in enumerate(("0-1", "2-3")):
         argv += ["-object", f"memory-backend-ram,id=memory{node},size={MEMORY_PER_NODE}"]
         argv += ["-numa", f"node,nodeid={node},cpus={cpus},memdev=memory{node}"]
-    kernel_line = "root=/dev/vda rw console=ttyS0 net.ifnames=0 mitigations=off panic=1"
-    argv += ["-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.img"), "-append", kernel_line]
+    argv += [
+        "-drive",
+        f"file={folder / 'boot.img'},if=none,id=boot,format=raw",
+        "-device",
+        "ide-hd,drive=boot,bootindex=0",
+    ]
     argv += ["-drive", f"file={folder / 'disk.img'},if=virtio,format=raw,cache=unsafe"]
     argv += ["-netdev", f"user,id=net,hostfwd=tcp:127.0.0.1:{ssh_port}-:22"]
     argv += ["-device", "virtio-net-pci,netdev=net,romfile=", "-device", "virtio-rng-pci"]
@@ -268,7 +310,7 @@ def up(name: str, ssh_port: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             image = ensure_image()
             folder.mkdir()
-            for part in ("vmlinuz", "initrd.img", "disk.img"):
+            for part in ("boot.img", "disk.img"):
                 testhost.checked(["cp", "--sparse=always", str(image / part), str(folder / part)])
         start(folder, ssh_port)
     with step(f"booting {name}, one to four minutes"):

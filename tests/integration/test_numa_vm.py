@@ -10,18 +10,16 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
-import vm
 from ansible.plugins.loader import init_plugin_loader
-from nodes import Node, NodeError, free_port
-from testhost import ROOT, STATE
+from nodes import Node, free_port
+from testhost import ROOT
+from virtual_machine import VirtualMachine
 
 # Ansible's own import hook: the regular package `ansible_collections` in site-packages would hide the checkout.
 init_plugin_loader([str(ROOT / "collections")])
@@ -87,34 +85,6 @@ print(json.dumps({
     "memory_on": sorted({word.split("=")[0] for line in own for word in line.split() if word[:1] == "N"}),
 }))
 """
-
-
-class VirtualMachine(Node):
-    """A node that is no container."""
-
-    @property
-    def folder(self) -> Path:
-        return vm.VMS / self.container
-
-    def up(self) -> None:
-        self._call("up", self.container, "--ssh-port", str(self.ssh_port))
-        hostvars = {
-            "ansible_host": "127.0.0.1",
-            "ansible_port": self.ssh_port,
-            "ansible_ssh_common_args": f"-F '{STATE / 'ssh_config'}'",
-            "ansible_ssh_timeout": 60,
-        }
-        self.inventory.write_text(json.dumps({"gpu_nodes": {"hosts": {"gpu-node": hostvars}}}))
-
-    def down(self) -> None:
-        self._call("down", self.container)
-
-    @staticmethod
-    def _call(*args: str) -> None:
-        argv = [sys.executable, str(Path(vm.__file__)), *args]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode != 0:
-            raise NodeError(f"vm.py {' '.join(args)}: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")

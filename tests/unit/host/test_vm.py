@@ -47,6 +47,26 @@ def test_the_machines_sources_certificates_and_key_go_into_the_disk() -> None:
     assert not {"python3-apt", "podman", "nginx"} & set(packages.removeprefix("--include=").split(","))
 
 
+def test_the_bios_starts_grub_and_grub_goes_by_the_guests_own_configuration(tmp_path: Path) -> None:
+    argv = vm.qemu_argv(Path("/state/one"), 2299)
+    # What qemu itself gave a kernel, no update-grub in the guest could change.
+    assert not {"-kernel", "-initrd", "-append"} & set(argv)
+    assert "ide-hd,drive=boot,bootindex=0" in argv
+    files = vm.overlay_files(MACHINE)
+    assert b"/boot/grub/grub.cfg" in files["boot/grub/search.cfg"]
+    assert vm.KERNEL_LINE.encode() in files["boot/grub/grub.cfg"]
+    assert f'GRUB_CMDLINE_LINUX="{vm.KERNEL_LINE}"'.encode() in files["etc/default/grub"]
+    (tmp_path / "usr/lib/grub/i386-pc").mkdir(parents=True)
+    (tmp_path / "boot/grub").mkdir(parents=True)
+    (tmp_path / "usr/lib/grub/i386-pc/boot.img").write_bytes(b"B" * 512)
+    (tmp_path / "boot/grub/core.img").write_bytes(b"C" * 700)
+    disk = vm.boot_disk(tmp_path)
+    # The boot sector loads what begins in the next one.
+    assert disk[:512] == b"B" * 512
+    assert disk[512:1212] == b"C" * 700
+    assert len(disk) % 512 == 0
+
+
 def test_a_mirror_without_the_release_is_named_with_apts_own_words() -> None:
     log = (
         "I: automatically chosen mode: root\n"
