@@ -58,11 +58,12 @@ unit: venv
 
 molecule: venv
 	$(call step,Molecule scenario default: the whole job on a fresh node,molecule test -s default </dev/null)
+	$(call step,Molecule scenario prepare: driver and container runtime on a fresh node,molecule test -s prepare </dev/null)
 
 integration: venv
 	$(call step,Integration tests on real nodes,pytest tests/integration -m 'not full')
 
-test: ## lint, unit tests, the Molecule scenario and the integration tests
+test: ## lint, unit tests, the Molecule scenarios and the integration tests
 	@$(MAKE) lint
 	@$(MAKE) unit
 	@$(MAKE) molecule
