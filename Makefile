@@ -70,4 +70,5 @@ test: ## lint, unit tests, the Molecule scenarios and the integration tests
 	@$(MAKE) integration
 
 test-full: test ## `make test`, then the slow tests
+	$(call step,Slow tests of scenario prepare,PREPARE_TESTS=full molecule test -s prepare </dev/null)
 	$(call step,Slow integration tests,pytest tests/integration -m full)

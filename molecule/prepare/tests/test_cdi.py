@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from testinfra.host import Host
 
+pytestmark = pytest.mark.full
+
 PROJECT = Path(__file__).resolve().parents[3]
 DOUBLES = PROJECT / "tests" / "doubles" / "container_toolkit"
 FIRST = "GPU-00000000-0000-0000-0000-000000000010"

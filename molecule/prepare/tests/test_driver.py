@@ -126,6 +126,7 @@ MIRROR = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -202,6 +203,7 @@ def mirror(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     host.check_output("rm -r /srv/mirror /root/mirror-keys")
 
 
+@pytest.mark.full
 def test_a_signed_mirror_is_taken_in_the_exact_version(host: Host, converge: Converge, mirror: dict[str, Any]) -> None:
     before = everything(host)
     play = converge("--check", "--diff", **mirror)
@@ -216,6 +218,7 @@ def test_a_signed_mirror_is_taken_in_the_exact_version(host: Host, converge: Con
     assert everything(host) == before
 
 
+@pytest.mark.full
 def test_a_version_that_the_mirror_lacks_is_refused_with_what_it_has(
     converge: Converge, mirror: dict[str, Any]
 ) -> None:
@@ -225,6 +228,7 @@ def test_a_version_that_the_mirror_lacks_is_refused_with_what_it_has(
     assert "595.58.03, 590.48.01" in play.words, play.output
 
 
+@pytest.mark.full
 def test_a_mirror_that_another_key_signed_is_refused(host: Host, converge: Converge, mirror: dict[str, Any]) -> None:
     before = everything(host)
     other = {
@@ -238,6 +242,7 @@ def test_a_mirror_that_another_key_signed_is_refused(host: Host, converge: Conve
     assert everything(host) == before
 
 
+@pytest.mark.full
 def test_a_driver_that_is_only_verified_is_told_and_left(host: Host, converge: Converge) -> None:
     before = everything(host)
     play = converge(nvidia_driver_manage=False)
