@@ -34,7 +34,13 @@ def check_option(role: str, name: str, option: dict[str, Any], value: Any) -> li
     wanted = str(option.get("type", "str"))
     remedy = f"see ansible-doc -t role serving.gpu_node.{role}"
     if messages and (_SECRET.search(name) or option.get("no_log")):
-        messages = ["not of the right form (its content is not shown)"]
+        # What is missing are names of ours; anything else may repeat a value.
+        messages = [
+            text
+            if text.startswith("missing required arguments:")
+            else "not of the right form (its content is not shown)"
+            for text in messages
+        ]
     return [finding("variables", FAILURE, f"{name}: {message}", wanted, remedy) for message in messages]
 
 

@@ -52,7 +52,7 @@ def test_settings(served: Node, overrides: dict[str, Any], words: list[str]) -> 
 
 
 def test_an_unknown_profile_names_the_known_ones(served: Node) -> None:
-    refused(served, {"serving_plan_profile": "16x"}, "unknown profile '16x'", "the known ones are cpu")
+    refused(served, {"serving_plan_profile": "16x"}, "unknown profile '16x'", "the known ones are 2x, 8x, cpu")
 
 
 def test_listening_outside_needs_a_client_key(served: Node) -> None:
