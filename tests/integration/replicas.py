@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,8 +138,9 @@ class Site:
         return self._of(int(self.node.ssh(f"podman container inspect -f '{{{{.State.Pid}}}}' vllm-replica-{index}")))
 
     def core(self, index: int) -> Process:
-        """The process that computes."""
-        return self._of(int(self.node.ssh(f"pgrep -P {self.server(index).pid} -f VLLM::EngineCore")))
+        """The process that computes. It names itself, but not always, and is then what multiprocessing calls it."""
+        names = shlex.quote("VLLM::EngineCore|spawn_main")
+        return self._of(int(self.node.ssh(f"pgrep -P {self.server(index).pid} -f {names}")))
 
     def alive(self, process: Process) -> bool:
         return self.process(process.pid) == process

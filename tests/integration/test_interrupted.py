@@ -33,8 +33,7 @@ def test_a_missing_runtime_is_not_installed_when_it_may_only_be_verified(bare: N
     play = bare.playbook(extra={"container_runtime_manage": False})
     assert play.rc == 2
     message = " ".join(play.output.split())
-    assert "Podman 4.3 or newer is needed; found none at /usr/bin/podman" in message
-    assert "Would have installed" in message
+    assert "podman: none (wanted: 4.3 or newer); install it, or set container_runtime_manage: true" in message
     assert bare.run("test -e /usr/bin/podman").returncode == 1
 
 
@@ -53,7 +52,7 @@ def test_killed_while_the_image_is_loaded_and_between_the_replicas(bare: Node) -
     )
 
     between = bare.start_playbook()
-    between.wait_for("replica 0: release", timeout=600)
+    between.wait_for(" serves", timeout=600)
     between.wait_for("replica 1: start", timeout=60)
     kill(between)
     first = started(bare, 0)
