@@ -57,7 +57,7 @@ nvidia-driver-cuda | 595.71.05-1 | https://mirror.example.com/cuda/repos/debian1
 nvidia-driver-cuda | 590.48.01-1 | https://mirror.example.com/cuda/repos/debian12/x86_64  Packages
 nvidia-kernel-open-dkms | 595.71.05-1 | https://mirror.example.com/cuda/repos/debian12/x86_64  Packages
 nvidia-kernel-open-dkms | 590.48.01-1 | https://mirror.example.com/cuda/repos/debian12/x86_64  Packages
-linux-headers-6.1.0-50-amd64 |  6.1.176-1 | http://deb.debian.org/debian bookworm/main amd64 Packages
+linux-headers-6.1.0-50-amd64 |  6.1.176-1 | http://mirror.example.com/debian bookworm/main amd64 Packages
 """
 NAMES = ["nvidia-kernel-open-dkms", "nvidia-driver-cuda"]
 # The end of the log of Debian's 535.261.03 on its kernel 6.1.0-57, compiler calls cut.
