@@ -105,10 +105,23 @@ def parse_locks(text: str) -> dict[int, list[int]]:
     return holders
 
 
+def is_apt_configuration(name: str) -> bool:
+    """Tell the files of ``/etc/apt/apt.conf.d`` that apt reads from others (``.dpkg-old``, ``~``)."""
+    return re.fullmatch(r"[A-Za-z0-9_-]+(?:\.conf)?", name) is not None
+
+
+def kernel_of_image(name: str) -> str:
+    """Return the release of a kernel in ``/boot``; empty for another file, and for one that was set aside."""
+    match = re.fullmatch(r"vmlinuz-(.+)", name)
+    aside = re.search(r"(?:\.old|\.bak|\.dpkg-[a-z]+|~)$", name)
+    return match[1] if match and not aside else ""
+
+
 def parse_apt_periodic(texts: list[str]) -> bool:
     """Return whether apt's configuration asks for unattended upgrades.
 
-    :param texts: the files of ``/etc/apt/apt.conf.d`` in the order of their names; the last word counts.
+    :param texts: what ``apt-config dump`` printed, or the files of ``/etc/apt/apt.conf.d`` in the order of their names;
+        the last word counts.
     """
     asked = False
     for text in texts:
@@ -159,6 +172,11 @@ def parse_dkms_status(text: str) -> list[dict[str, str]]:
         if match:
             found.append({name: value or "" for name, value in match.groupdict().items()})
     return found
+
+
+# The open driver's names for DKMS: NVIDIA's and Ubuntu's packages, and Debian's (which keep several versions apart).
+# Other modules of NVIDIA's (nvidia-fs) are none of it.
+DKMS_OPEN = ("nvidia", "nvidia-open", "nvidia-current-open")
 
 
 def parse_modules(text: str) -> set[str]:
@@ -278,7 +296,7 @@ def parse_runtime_mode(text: str) -> str:
         header = re.fullmatch(r"\s*\[+([^\[\]]+)\]+\s*(?:#.*)?", line)
         if header:
             section = header[1].strip()
-        match = re.match(r"\s*mode\s*=\s*\"([^\"]*)\"", line)
+        match = re.match(r"\s*mode\s*=\s*(?:\"([^\"]*)\"|'([^']*)')", line)
         if match and section == "nvidia-container-runtime":
-            return match[1]
+            return match[1] or match[2] or ""
     return ""

@@ -13,14 +13,14 @@ import hashlib
 import re
 from typing import Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import sort_kernels
+from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import DKMS_OPEN, sort_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import GPU_MODELS
 
-# The module's names for DKMS: NVIDIA's and Ubuntu's packages, and Debian's (which keep several versions apart).
-_DKMS_NAMES = ("nvidia", "nvidia-open", "nvidia-current-open")
 # One line of a build log can hold a compiler call of several kilobytes.
 _LINE_CHARACTERS = 200
 _SHOWN = 5
+# The driver's own modules; what else uses them (nvidia_fs, gdrdrv) is somebody else's, and nobody would load it again.
+_MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
 _UPSTREAM = re.compile(r"(?:[0-9]+:)?([0-9]{2,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?)(?:[-+~].*)?")
 _PACKAGES_OF_KERNEL = re.compile(r"linux-(?:image|headers|modules)-.*|linux-(?:generic|virtual)(?:-hwe-.*)?")
 _PACKAGES_OF_DRIVER = re.compile(
@@ -82,7 +82,7 @@ def driver_builds(dkms: list[dict[str, str]], version: str) -> list[dict[str, st
 
     :param dkms: each ``{"module", "version", "kernel", "state"}``, as ``host_state`` returns it.
     """
-    return [build for build in dkms if build["module"] in _DKMS_NAMES and build["version"] == version]
+    return [build for build in dkms if build["module"] in DKMS_OPEN and build["version"] == version]
 
 
 def find_missing_builds(dkms: list[dict[str, str]], version: str, kernels: list[str]) -> list[dict[str, str]]:
@@ -147,6 +147,27 @@ def explain_build(missing: list[dict[str, str]], version: str, log: str, package
         "kernel: choose another nvidia_driver_version or kernel; missing headers: reinstall linux-headers of that "
         f"kernel. Then run this again, it continues where it stopped.{unwanted}"
     )
+
+
+def explain_packages(said: str, lock: dict[str, Any] | None) -> str:
+    """Return the error for packages that were not installed.
+
+    :param said: what apt and dpkg printed.
+    :param lock: who holds apt's lock, ``{"pid", "command"}``; None when it is free.
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    worst = [number for number, line in enumerate(lines) if line.startswith(("E:", "Err:", "dpkg: "))]
+    # dpkg says why in the line after the package.
+    worst += [number + 1 for number in worst if lines[number].endswith(":") and number + 1 < len(lines)]
+    shown = [lines[number][:_LINE_CHARACTERS] for number in sorted(set(worst))] or [
+        line[: 2 * _LINE_CHARACTERS] for line in lines
+    ]
+    told = "\n  ".join(dict.fromkeys(shown[-_SHOWN:])) or "(no output)"
+    holder = lock["command"] or "unknown" if lock else ""
+    holder = f"Process {lock['pid']} ({holder}) holds apt's lock: let it end, or stop it." if lock else ""
+    full = "Free space on that disk." if re.search("No space left on device|enough free space", said) else ""
+    remedy = " ".join(filter(None, [holder, full, "Run this again, it continues where it stopped."]))
+    return f"The packages were not installed:\n  {told}\n{remedy}"
 
 
 def certificate_sha1(pem: str) -> str:
@@ -235,7 +256,8 @@ def find_host_problems(host: dict[str, Any], wanted: dict[str, Any]) -> list[str
     """Return what of the node and of the variables cannot work, before any package source is asked.
 
     :param wanted: ``{"version", "source", "allow_bad": bool, "known": table, "supported": ["debian 12"], "blackwell":
-        oldest branch for these cards, "mok": bool, "enrolled": bool | None}``; enrolled None: mokutil is not there.
+        oldest branch for these cards, "mok": bool, "enrolled": bool | None, "space_gib": what an installation takes, by
+        folder}``; enrolled None: mokutil is not there.
     """
     problems = []
     system = f"{host['os']['id']} {host['os']['version_id']}"
@@ -282,6 +304,25 @@ def find_host_problems(host: dict[str, Any], wanted: dict[str, Any]) -> list[str
             "refuse the module. Enrol it (mokutil --import, reboot, confirm at the machine's console)"
         )
     problems += _find_proprietary_problems(host)
+    problems += _find_space_problems(host, wanted["space_gib"])
+    return problems
+
+
+def _find_space_problems(host: dict[str, Any], needs: dict[str, int]) -> list[str]:
+    """Say where the packages and the build would fill a disk; folders may share one."""
+    by_device: dict[Any, list[str]] = {}
+    for folder in needs:
+        if told := host["space"].get(folder):
+            by_device.setdefault(told["device"], []).append(folder)
+    problems = []
+    for folders in by_device.values():
+        need, free = sum(needs[folder] for folder in folders), host["space"][folders[0]]["free_bytes"] / 2**30
+        if free < need:
+            problems.append(
+                f"there is no room for the driver: {' and '.join(folders)} have {free:.1f} GiB free, and its packages "
+                f"and the build of its module take up to {need} GiB: free {need - free:.1f} GiB (apt-get clean, old "
+                "kernels)"
+            )
     return problems
 
 
@@ -422,6 +463,37 @@ def choose_loading(host: dict[str, Any], version: str, kernels: list[str]) -> di
     return {"action": "load", "why": "no driver is loaded"}
 
 
+def plan_unloading(modules: str) -> dict[str, list[str]]:
+    """Return how the loaded driver gets out of the kernel, so that nothing is taken out where something has to stay.
+
+    :param modules: text of ``/proc/modules``.
+    :returns: ``{"modules": [name], "held": [sentence]}``: the driver's loaded modules, each after those that use it,
+        and what holds them.
+    """
+    users, counts, held = dict[str, list[str]](), dict[str, int](), list[str]()
+    for line in modules.splitlines():
+        # "nvidia 9715712 22 nvidia_uvm,nvidia_modeset, Live 0x0000000000000000"; "-" where nothing uses it.
+        fields = line.split()
+        if len(fields) >= 4 and fields[0] in _MODULES:
+            users[fields[0]] = [name for name in fields[3].split(",") if name not in ("", "-")]
+            counts[fields[0]] = int(fields[2]) if re.fullmatch("[0-9]{1,9}", fields[2]) else 0
+            if fields[2] == "-":
+                held.append(f"{fields[0]}, which this kernel cannot unload")
+    for module, names in users.items():
+        others = [name for name in names if name not in users]
+        open_files = counts[module] - len(names)
+        if others:
+            held.append(f"{module} by the modules {', '.join(others)}")
+        if open_files > 0:
+            held.append(f"{module} by {open_files} open devices")
+    order: list[str] = []
+    while left := [module for module in users if module not in order]:
+        free = [module for module in left if not set(users[module]) & set(left) - {module}]
+        # A circle is not possible in a kernel; a damaged text must not hang this.
+        order += free or left
+    return {"modules": order, "held": held}
+
+
 def merge_options(
     names: dict[str, str], uvm_disable_hmm: bool, force_p2p: bool, extra: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, str]]:
@@ -446,9 +518,16 @@ def _option_text(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def find_limit_problems(limits: dict[str, Any], clocks: list[int]) -> list[str]:
-    """Return what is wrong with power limits (by UUID or PCI address, in watts) and a range of clocks (MHz)."""
+def find_limit_problems(limits: dict[str, Any], clocks: list[int], common: int = 0) -> list[str]:
+    """Return what is wrong with power limits (by UUID or PCI address, in watts) and a range of clocks (MHz).
+
+    :param common: the limit of every card; 0 leaves the cards' own.
+    """
     problems = []
+    if not 0 <= common <= 2000:
+        problems.append(
+            f"nvidia_driver_power_limit_w: '{common}' is no number of watts between 1 and 2000; 0 leaves the cards' own"
+        )
     for card, watts in limits.items():
         if not re.fullmatch(r"GPU-[0-9a-f-]{36}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]", str(card)):
             problems.append(

@@ -171,8 +171,8 @@ def _space_needs(
         needs.append({"folder": variables["storage"], "bytes": image, "for": "the engine's image", "measured": False})
     laid, _ = lay_sources(profile["artifacts"], sources)
     model = laid["model"]
-    # Weights in a folder of the operator's are used where they lie.
-    if cuda and model["source"].get("type") != "path":
+    # An adopted folder is used where it lies.
+    if cuda and model["source"].get("adopt") is not True:
         size = given.get("model", _model_bytes(profile, settings))
         needs.append({"folder": f"{_MODELS}/{model['name']}", "bytes": size, "for": "the model", "measured": True})
     return needs

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import sort_kernels
+from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import DKMS_OPEN, sort_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import full_address, gpu_name
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts import (
     EMPTY_HOST,
@@ -254,7 +254,7 @@ def _check_mismatch(facts: Facts) -> list[Check]:
 def _check_dkms(facts: Facts) -> list[Check]:
     """The module must be there for the kernel that runs and for the one that the next boot starts."""
     kernel = complete(EMPTY_HOST["kernel"], facts.host["kernel"])
-    entries = [item for item in facts.nvidia["dkms"] if item["module"].startswith("nvidia")]
+    entries = [item for item in facts.nvidia["dkms"] if item["module"] in (*DKMS_OPEN, "nvidia-current")]
     if not entries:
         # Packages of the distribution may bring a built module; then there is nothing to build.
         return [finding("driver_module", OK, "nothing of DKMS", "installed for each kernel")]

@@ -119,6 +119,7 @@ host:
       type: dict
 """
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable
@@ -130,7 +131,9 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.cdi import cdi_pr
 from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import (
     find_version,
     iommu_mode,
+    is_apt_configuration,
     is_nvidia_package,
+    kernel_of_image,
     library_version,
     nvidia_smi_version,
     parse_acs_redirect,
@@ -158,7 +161,14 @@ COMMAND_SECONDS = 20
 
 _EFI_GLOBAL = "8be4df61-93ca-11d2-aa0d-00e098032b8c"
 _EFI_SHIM = "605dab50-e046-4300-abb6-3dd810dd8b23"
-_APT_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock")
+_APT_LOCKS = (
+    "/var/lib/dpkg/lock-frontend",
+    "/var/lib/dpkg/lock",
+    "/var/lib/apt/lists/lock",
+    "/var/cache/apt/archives/lock",
+)
+_PERIODIC = "APT::Periodic::Unattended-Upgrade"
+_MODULE_NAMES = ("nvidia", "nvidia-current-open", "nvidia-current")
 _LIBRARIES = (
     "usr/lib/*-linux-gnu",
     "usr/lib64",
@@ -196,9 +206,7 @@ def read_kernel(root: Path) -> dict[str, Any]:
     modules = root / "lib/modules"
     # Headers alone make a folder here as well; a kernel brings the list of what is built into it.
     installed = {folder for folder in _names(modules) if (modules / folder / "modules.builtin").is_file()}
-    installed |= {
-        name[8:] for name in _names(root / "boot") if name.startswith("vmlinuz-") and not name.endswith(".old")
-    }
+    installed |= {release for name in _names(root / "boot") if (release := kernel_of_image(name))}
     headers = {folder for folder in _names(modules) if (modules / folder / "build/Makefile").is_file()}
     return {
         "release": _read(root / "proc/sys/kernel/osrelease").strip(),
@@ -224,13 +232,14 @@ def read_space(path: str, measured: bool) -> dict[str, int] | None:
 
     :param measured: whether to add up the folder's files as well.
     """
-    folder = Path(path)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    # Resolved first: a link to another disk whose folder is not there yet is on that disk.
+    folder = Path(os.path.realpath(path))
     try:
+        used = _used_bytes(folder) if measured else 0
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
         told = os.statvfs(folder)
         device = folder.stat().st_dev
-        used = sum(item.lstat().st_size for item in Path(path).rglob("*") if item.is_file()) if measured else 0
     except OSError:
         return None
     # What root's reserve holds is not counted: images and weights are not what it is for.
@@ -242,17 +251,30 @@ def read_space(path: str, measured: bool) -> dict[str, int] | None:
     }
 
 
+def _used_bytes(folder: Path) -> int:
+    """Add up a folder's files; one that goes away meanwhile counts nothing."""
+    used = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                used += os.lstat(os.path.join(place, name)).st_size
+    return used
+
+
 def read_apt_lock(root: Path) -> dict[str, Any] | None:
     """Find the process that holds the lock of apt or dpkg."""
     holders = parse_locks(_read(root / "proc/locks"))
     for lock in _APT_LOCKS:
+        file = root / lock.lstrip("/")
         try:
-            inode = (root / lock.lstrip("/")).stat().st_ino
+            inode = file.stat().st_ino
         except OSError:
             continue
+        # /var may be a link to another disk; a process shows the file's real path.
+        names = (lock, os.path.realpath(file))
         for pid in holders.get(inode, []):
             # Another file system may have a locked file with the same number.
-            if any(_link(root / f"proc/{pid}/fd/{entry}") == lock for entry in _names(root / f"proc/{pid}/fd")):
+            if any(_link(root / f"proc/{pid}/fd/{entry}") in names for entry in _names(root / f"proc/{pid}/fd")):
                 command = " ".join(_read(root / f"proc/{pid}/cmdline").replace("\0", " ").split())
                 return {"pid": pid, "command": (command or _read(root / f"proc/{pid}/comm").strip())[:120]}
     return None
@@ -319,6 +341,15 @@ def _userspace(root: Path, ask: Ask, loaded: bool) -> str:
     return found or (nvidia_smi_version(ask(["nvidia-smi"])) if loaded else "")
 
 
+def _module_license(ask: Ask, release: str) -> str:
+    """Ask for the licence of the module on disk; Debian's packages have names of their own for it."""
+    for name in _MODULE_NAMES if release else ():
+        lines = ask(["modinfo", "-k", release, "-F", "license", name]).split("\n")
+        if lines[0].strip():
+            return lines[0].strip()
+    return ""
+
+
 def _read_cdi(root: Path, loaded: str, podman: str) -> tuple[list[str], list[str]]:
     """Read the names of CDI's NVIDIA devices, and what is wrong with their specifications."""
     texts = {
@@ -354,7 +385,7 @@ def read_nvidia(root: Path, ask: Ask, packages: list[dict[str, Any]], podman: st
         "packages": {item["name"]: item["version"] for item in packages if is_nvidia_package(item["name"])},
         "held": sorted({item["name"] for item in packages if item["held"]}),
         "nouveau_loaded": "nouveau" in parse_modules(_read(root / "proc/modules")),
-        "module_license": ask(["modinfo", "-k", release, "-F", "license", "nvidia"]).strip() if release else "",
+        "module_license": _module_license(ask, release),
         "dkms": parse_dkms_status(ask(["dkms", "status"])),
         "toolkit": find_version(ask(["nvidia-ctk", "--version"])),
         "cdi_devices": names,
@@ -371,7 +402,11 @@ def read_host(root: Path, ask: Ask, space: dict[str, dict[str, int]]) -> dict[st
     :param space: by folder its file system, see :func:`read_space`.
     """
     packages = parse_dpkg_status(_read(root / "var/lib/dpkg/status"))
-    apt = [_read(root / "etc/apt/apt.conf.d" / name) for name in _names(root / "etc/apt/apt.conf.d")]
+    # apt itself also knows nested blocks and what was cleared again (an architecture it always has to tell); without it
+    # its files are read.
+    parts = root / "etc/apt/apt.conf.d"
+    dumped = ask(["apt-config", "dump", "APT::Architecture", _PERIODIC])
+    apt = [dumped] if dumped else [_read(parts / name) for name in _names(parts) if is_apt_configuration(name)]
     gpus, acs_redirect = read_gpus(root)
     podman = find_version(ask(["podman", "--version"]))
     present = {item["name"] for item in packages if item["whole"]}

@@ -303,6 +303,12 @@ def test_a_specification_that_the_driver_left_behind(role: Run, host: Host) -> N
     assert play.returncode == 2
     assert f"is stale: it mounts {LIBRARIES}/libcuda.so.590.48.01" in words(play)
     assert "Would have made the specification anew, but container_runtime_manage is false" in words(play)
+    # A line for each problem, not one line with the two characters of a line's end in it.
+    assert "\\n" not in play.stdout
+    problems = check(FIRST, SECOND)["problems"]
+    assert problems
+    for problem in problems:
+        assert re.search(rf"^\s*- {re.escape(problem[:40])}", play.stdout, re.MULTILINE), play.stdout
     host.check_output("systemctl start gpu-node-cdi.path && touch /etc/ld.so.cache")
     deadline = time.monotonic() + 30
     while "libcuda.so.590.99.99" not in host.file(SPEC).content_string:

@@ -81,9 +81,10 @@ def test_the_source_is_verified_with_the_distributions_key(host: Host) -> None:
 
 
 def test_unattended_upgrades_leave_it_alone(host: Host) -> None:
-    names = host.check_output("apt-config dump Unattended-Upgrade::Package-Blacklist")
-    assert '"^nvidia-"' in names
-    assert '"^linux-image-"' in names
+    names = host.check_output("apt-config dump Unattended-Upgrade::Package-Blacklist").splitlines()
+    for package in ("nvidia-", "libnvidia-", "libcuda", "firmware-nvidia-", "linux-image-", "linux-headers-"):
+        # once: one role has the list
+        assert names.count(f'Unattended-Upgrade::Package-Blacklist:: "{package}";') == 1
 
 
 @pytest.fixture
@@ -147,6 +148,9 @@ MIRROR = {
         pytest.param({**MIRROR, "nvidia_driver_repository_key": ""}, ["nvidia_driver_repository_key"], id="no key"),
         pytest.param(
             {"nvidia_driver_power_limits_w": {"gpu0": 400}}, ["'gpu0' is neither a GPU's UUID nor"], id="limit"
+        ),
+        pytest.param(
+            {"nvidia_driver_mok_certificate": ""}, ["only one of nvidia_driver_mok_key and"], id="half a signature"
         ),
     ],
 )
@@ -248,17 +252,49 @@ def test_a_driver_that_is_only_verified_is_told_and_left(host: Host, converge: C
     play = converge(nvidia_driver_manage=False)
     assert play.rc == 0, play.output
     assert play.changed == 0, play.output
+    version = installed_version(host)
+    assert f"found packages {version}, loaded none, libraries {version}" in play.words, play.output
+    assert "Nothing would have been installed; nvidia_driver_manage is false" in play.words, play.output
+    play = converge(nvidia_driver_manage=False, nvidia_driver_version="550.163.01")
+    assert play.rc == 0, play.output
+    assert f"wanted 550.163.01. Would have installed it from distribution for {KERNEL}" in play.words, play.output
     assert everything(host) == before
 
 
-def test_an_interrupted_installation_is_continued(host: Host, converge: Converge) -> None:
+def interrupt(host: Host) -> None:
+    """Leave a package half installed."""
     host.check_output(
         "cd /root && apt-get download nvidia-smi && dpkg --unpack nvidia-smi_*.deb && rm nvidia-smi_*.deb"
     )
-    assert host.check_output("dpkg-query -W -f '${db:Status-Status}' nvidia-smi") == "unpacked"
+    assert status(host) == "unpacked"
+
+
+def status(host: Host) -> str:
+    return str(host.check_output("dpkg-query -W -f '${db:Status-Status}' nvidia-smi"))
+
+
+def test_an_interrupted_installation_is_continued(host: Host, converge: Converge) -> None:
+    interrupt(host)
     play = converge()
     assert play.rc == 0, play.output
-    assert host.check_output("dpkg-query -W -f '${db:Status-Status}' nvidia-smi") == "installed"
+    assert status(host) == "installed"
+
+
+@pytest.mark.full
+def test_who_holds_apts_lock_too_long_is_told_and_the_next_run_waits(
+    host: Host, converge: Converge, apt_lock: Callable[[int], int]
+) -> None:
+    interrupt(host)
+    pid = apt_lock(600)
+    play = converge(nvidia_driver_apt_lock_timeout_s=5)
+    assert play.rc == 2, play.output
+    assert f"Process {pid} (/usr/bin/python3 -c import fcntl" in play.words, play.output
+    assert "holds apt's lock: let it end, or stop it." in play.words, play.output
+    assert status(host) == "unpacked"
+    apt_lock(90)
+    play = converge()
+    assert play.rc == 0, play.output
+    assert status(host) == "installed"
 
 
 def test_a_build_without_headers_is_told_with_what_dkms_says(host: Host, converge: Converge) -> None:
@@ -276,6 +312,8 @@ def test_a_build_without_headers_is_told_with_what_dkms_says(host: Host, converg
             "`installed` is needed",
         ):
             assert word in play.words, play.output
+        # Line by line, as DKMS said it (before it, Ansible shows the task's own source).
+        assert "\\n" not in play.output.partition("fatal: ")[2], play.output
         # what was there before still is
         assert f", {KERNEL}, x86_64: installed" in host.check_output("dkms status")
     finally:

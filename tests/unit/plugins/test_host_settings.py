@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +325,22 @@ def test_a_kernel_that_came_back_without_its_parameters() -> None:
 def test_readings_are_split_by_file() -> None:
     assert parse_readings("/a:1\n/a:2:3\ngrep: trouble\n/b/c:\n") == {"/a": "1\n2:3\n", "/b/c": "\n"}
     assert chosen_word("always [madvise] never\n") == "madvise"
+
+
+def test_a_file_in_another_encoding_is_read_line_by_line(tmp_path: Path) -> None:
+    """In a locale of UTF-8, grep would say `binary file matches` for a comment in Latin-1."""
+    file = tmp_path / "60-gpu-node.cfg"
+    file.write_bytes("# Paramètres\nGRUB_CMDLINE_LINUX=x\n".encode("latin-1"))
+    script = yaml.safe_load((ROOT / "roles/host_settings/vars/main.yml").read_text())["_host_settings_read"]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", str(file), "/no/such/file"],
+        env={**os.environ, "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        check=True,
+    )
+    readings = parse_readings(done.stdout.decode(errors="replace"))
+    assert readings[str(file)].splitlines()[1] == "GRUB_CMDLINE_LINUX=x"
+    assert "/no/such/file" not in readings
 
 
 @given(st.dictionaries(st.sampled_from(sorted(fresh())) | st.text(), st.text(), max_size=12), st.text())

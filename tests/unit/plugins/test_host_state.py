@@ -87,6 +87,24 @@ def test_unattended_upgrades(texts: list[str], on: bool) -> None:
     assert parse.parse_apt_periodic(texts) is on
 
 
+def test_files_that_apt_passes_over() -> None:
+    names = [
+        "20auto-upgrades",
+        "50unattended-upgrades.conf",
+        "20auto-upgrades.dpkg-old",
+        "20auto-upgrades~",
+        ".x",
+        "a.b",
+    ]
+    assert [name for name in names if parse.is_apt_configuration(name)] == names[:2]
+
+
+def test_kernels_that_were_set_aside() -> None:
+    names = ["vmlinuz-6.1.0-50-amd64", "vmlinuz-6.8.0-45-generic.old", "vmlinuz-6.1.0-57-amd64.dpkg-new", "vmlinuz.old"]
+    names += ["vmlinuz-6.1.0-57-amd64.dpkg-bak", "vmlinuz-6.1.0-28-amd64~", "vmlinuz-", "initrd.img-6.1.0-50-amd64"]
+    assert [parse.kernel_of_image(name) for name in names] == ["6.1.0-50-amd64", *[""] * 7]
+
+
 def test_packages_that_are_there_held_or_half_there() -> None:
     text = """Package: nvidia-open
 Status: hold ok installed
@@ -286,6 +304,7 @@ def test_the_runtimes_mode_is_that_of_its_own_section() -> None:
     text += '[nvidia-container-runtime.modes.csv]\nmode = "other"\n'
     assert parse.parse_runtime_mode(text) == "legacy"
     assert parse.parse_runtime_mode("") == ""
+    assert parse.parse_runtime_mode("[nvidia-container-runtime]\nmode = 'cdi'\n") == "cdi"
 
 
 def test_switches() -> None:
@@ -310,6 +329,8 @@ def test_any_text_is_read_without_a_traceback(text: str) -> None:
         parse.parse_bar1,
         parse.ports_above,
         parse.parse_runtime_mode,
+        parse.is_apt_configuration,
+        parse.kernel_of_image,
     ):
         function(text)
     parse.parse_apt_periodic([text])
@@ -376,6 +397,58 @@ def test_libraries_that_are_on_disk_and_not_in_use(tmp_path: Path) -> None:
     assert host_state.read_nvidia(tmp_path, lambda _: "", [], "")["userspace"] == "590.48.01"
 
 
+def test_apt_itself_is_asked_for_unattended_upgrades(tmp_path: Path) -> None:
+    """Nested blocks, and a setting that a later file clears, are what only apt knows."""
+    parts = tmp_path / "etc/apt/apt.conf.d"
+    (tmp_path / "var/lib/dpkg").mkdir(parents=True)
+    (tmp_path / "var/lib/dpkg/status").write_text(
+        "Package: unattended-upgrades\nStatus: install ok installed\nVersion: 2.9\n"
+    )
+    parts.mkdir(parents=True)
+    (parts / "20auto-upgrades").write_text('APT { Periodic { Unattended-Upgrade "1"; }; };\n')
+    key = "APT::Periodic::Unattended-Upgrade"
+    dump = {"set": f'APT::Architecture "amd64";\n{key} "1";\n', "cleared": 'APT::Architecture "amd64";\n'}
+
+    def asked(answer: str) -> bool:
+        def ask(argv: list[str]) -> str:
+            return answer if argv == ["apt-config", "dump", "APT::Architecture", key] else ""
+
+        return bool(host_state.read_host(tmp_path, ask, {})["unattended_upgrades"])
+
+    assert asked(dump["set"])
+    assert not asked(dump["cleared"])
+    # Without the command its files are read, but for those that it would pass over.
+    (parts / "20auto-upgrades").write_text(f'{key} "1";\n')
+    (parts / "20auto-upgrades.dpkg-old").write_text(f'{key} "0";\n')
+    assert asked("")
+
+
+def test_a_lock_is_found_where_var_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "data/var/lib/dpkg").mkdir(parents=True)
+    (tmp_path / "var").symlink_to("data/var")
+    file = tmp_path / "data/var/lib/dpkg/lock-frontend"
+    file.write_text("")
+    host_fixtures.lock(tmp_path, "/var/lib/dpkg/lock-frontend", 4711, "apt-get install")
+    (tmp_path / "proc/4711/fd/4").unlink()
+    (tmp_path / "proc/4711/fd/4").symlink_to(file)
+    assert host_state.read_apt_lock(tmp_path) == {"pid": 4711, "command": "apt-get install"}
+
+
+def test_the_module_of_debians_packages_has_another_name(tmp_path: Path) -> None:
+    (tmp_path / "proc/sys/kernel").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/osrelease").write_text("6.1.0-50-amd64\n")
+    found = {"nvidia-current": "NVIDIA\n"}
+
+    def ask(argv: list[str]) -> str:
+        return found.get(argv[-1], "") if argv[:3] == ["modinfo", "-k", "6.1.0-50-amd64"] else ""
+
+    assert host_state.read_nvidia(tmp_path, ask, [], "")["module_license"] == "NVIDIA"
+    # The one that would be loaded comes first; a module of two files is told once.
+    found["nvidia"] = "Dual MIT/GPL\nDual MIT/GPL\n"
+    assert host_state.read_nvidia(tmp_path, ask, [], "")["module_license"] == "Dual MIT/GPL"
+
+
 def test_an_empty_machine_is_no_traceback(tmp_path: Path) -> None:
     host = host_state.read_host(tmp_path, lambda _: "", {})
     assert host["secure_boot"] is False
@@ -406,6 +479,29 @@ def test_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     (tmp_path / "a" / "file").write_bytes(bytes(12345))
     used = host_state.read_space(str(tmp_path / "a"), True)
     assert used and used["used_bytes"] == 12345
+
+
+def test_space_of_a_link_to_another_disk_whose_folder_is_not_there_yet(tmp_path: Path) -> None:
+    other = Path("/proc")
+    (tmp_path / "link").symlink_to(other / "no-such-folder")
+    told = host_state.read_space(str(tmp_path / "link" / "storage"), True)
+    assert told
+    assert told["device"] == other.stat().st_dev != tmp_path.stat().st_dev
+
+
+def test_a_file_that_goes_away_while_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stays").write_bytes(bytes(100))
+    (tmp_path / "goes").write_bytes(bytes(7))
+    lstat = os.lstat
+
+    def vanish(path: str) -> os.stat_result:
+        if path.endswith("goes"):
+            raise FileNotFoundError
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", vanish)
+    told = host_state.read_space(str(tmp_path), True)
+    assert told and told["used_bytes"] == 100
 
 
 def test_commands_that_are_not_there_fail_or_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.nvidia_driver imp
     compare_versions,
     driver_builds,
     explain_build,
+    explain_packages,
     find_host_problems,
     find_limit_problems,
     find_log_paths,
@@ -40,12 +41,15 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.nvidia_driver imp
     packages_to_hold,
     parse_installed,
     parse_madison,
+    plan_unloading,
     shorten_log,
     upstream_version,
     version_order,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.unit.plugins import host_fixtures
 
 ROLE = Path(__file__).parents[3] / "roles/nvidia_driver"
 VARS = yaml.safe_load((ROLE / "vars/main.yml").read_text())
@@ -107,6 +111,7 @@ def host(**changes: Any) -> dict[str, Any]:
         "kernel": {"release": KERNEL, "installed": [KERNEL], "headers": []},
         "container": False,
         "secure_boot": False,
+        "space": {folder: {"free_bytes": 9 * 2**30, "device": 1} for folder in ("/usr", "/var")},
         "gpus": [{"pci_address": "0000:38:00.0", "device_id": "0x2bb5", "driver": ""}],
         "nvidia": {
             "loaded": "",
@@ -136,6 +141,7 @@ def wanted(**changes: Any) -> dict[str, Any]:
         "blackwell": VARS["_nvidia_driver_blackwell"],
         "mok": False,
         "enrolled": None,
+        "space_gib": {"/usr": 2, "/var": 2},
         **changes,
     }
 
@@ -321,6 +327,41 @@ def test_any_log_is_shortened(text: str, lines: int) -> None:
     find_log_paths(text)
 
 
+# What apt and dpkg print where a disk is full.
+DISK_FULL = """\
+Unpacking nvidia-smi (535.261.03-1) ...
+dpkg: error processing archive /var/cache/apt/archives/nvidia-smi_535.261.03-1_amd64.deb (--unpack):
+ cannot copy extracted data for './usr/bin/nvidia-smi' to '/usr/bin/nvidia-smi.dpkg-new': failed to write (No space \
+left on device)
+Errors were encountered while processing:
+ /var/cache/apt/archives/nvidia-smi_535.261.03-1_amd64.deb
+E: Sub-process /usr/bin/dpkg returned an error code (1)
+"""
+
+
+def test_packages_that_were_not_installed_are_told_in_a_few_lines() -> None:
+    lines = explain_packages(DISK_FULL, None).splitlines()
+    assert lines[0] == "The packages were not installed:"
+    assert "failed to write (No space left on device)" in lines[2]
+    assert lines[3] == "  E: Sub-process /usr/bin/dpkg returned an error code (1)"
+    assert lines[4] == "Free space on that disk. Run this again, it continues where it stopped."
+    assert len(lines) == 5
+
+
+def test_who_holds_apts_lock_is_told() -> None:
+    said = "E: Could not get lock /var/lib/dpkg/lock-frontend. It is held by process 4711 (unattended-upgr)\n"
+    text = explain_packages(said, {"pid": 4711, "command": "/usr/bin/python3 /usr/bin/unattended-upgrade"})
+    assert "\nProcess 4711 (/usr/bin/python3 /usr/bin/unattended-upgrade) holds apt's lock" in text
+    assert "(unknown)" in explain_packages(said, {"pid": 4711, "command": ""})
+    assert "holds apt's lock" not in explain_packages(said, None)
+    assert "(no output)" in explain_packages("", None)
+
+
+@given(st.text())
+def test_any_output_of_apt_is_told(said: str) -> None:
+    assert len(explain_packages(said, None).splitlines()) <= 8 or any(mark in said for mark in "\x1c\x1d\x1e\x85\u2028")
+
+
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
@@ -364,6 +405,19 @@ def test_a_driver_before_blackwell_is_refused_where_there_is_such_a_card() -> No
     assert len(problems) == 1
     assert "RTX PRO 6000 Blackwell Server Edition" in problems[0]
     assert find_host_problems(host(gpus=[]), wanted(version="550.163.01")) == []
+
+
+def test_a_full_disk_is_refused_before_a_package_is_unpacked() -> None:
+    full = {"/usr": {"free_bytes": 3 * 2**30, "device": 1}, "/var": {"free_bytes": 3 * 2**30, "device": 1}}
+    (problem,) = find_host_problems(host(space=full), wanted())
+    assert "/usr and /var have 3.0 GiB free" in problem
+    assert "free 1.0 GiB" in problem
+    # On disks of their own each has enough, and what nobody can tell is no problem.
+    full["/var"]["device"] = 2
+    assert find_host_problems(host(space=full), wanted()) == []
+    assert find_host_problems(host(space={}), wanted()) == []
+    # A driver that is there takes no more room.
+    assert find_host_problems(host(space={"/usr": {"free_bytes": 0, "device": 1}}), wanted(space_gib={})) == []
 
 
 def test_secure_boot_without_keys_is_refused() -> None:
@@ -565,6 +619,22 @@ def test_driver_and_kernel_are_held_and_the_container_toolkit_is_not() -> None:
     ]
 
 
+def test_the_one_list_for_unattended_upgrades_has_all_that_is_held() -> None:
+    defaults = yaml.safe_load((ROLE.parent / "host_settings/defaults/main.yml").read_text())
+    patterns = defaults["host_settings_upgrade_blacklist"]
+    names = {name for source in VARS["_nvidia_driver_names"].values() for names in source.values() for name in names}
+    names = {name.replace("{branch}", "590") for name in names} | {
+        *("libcuda1", "libcudadebugger1", "firmware-nvidia-gsp", "cuda-drivers", "cuda-drivers-590", "linux-generic"),
+        *("linux-image-amd64", "linux-headers-6.8.0-45-generic", "linux-modules-extra-6.8.0-45-generic"),
+        *("linux-generic-hwe-24.04", "linux-virtual"),
+    }
+    assert packages_to_hold(sorted(names)) == sorted(names)
+    assert [name for name in sorted(names) if not any(re.match(pattern, name) for pattern in patterns)] == []
+    # No role writes a second one.
+    written = [path for path in ROLE.parent.rglob("*.j2") if "Package-Blacklist" in path.read_text()]
+    assert written == []
+
+
 # --- Secure Boot ---------------------------------------------------------------------------------------------
 
 
@@ -647,6 +717,117 @@ def test_nothing_installed_is_no_mismatch() -> None:
     assert compare_versions(host(gpus=[]), "", []) == []
 
 
+# As on a server with eight cards, the persistence daemon stopped.
+MODULES = """\
+nvidia_uvm 4816896 0 - Live 0x0000000000000000 (O)
+nvidia_drm 135168 0 - Live 0x0000000000000000 (O)
+nvidia_modeset 1605632 1 nvidia_drm, Live 0x0000000000000000 (O)
+nvidia 60620800 2 nvidia_uvm,nvidia_modeset, Live 0x0000000000000000 (O)
+video 77824 1 nvidia_modeset, Live 0x0000000000000000
+ecc 45056 1 ecdh_generic, Live 0x0000000000000000
+"""
+
+
+def test_only_loaded_modules_are_unloaded_and_users_come_first() -> None:
+    # There is no nvidia_peermem here, and naming it would fail.
+    assert plan_unloading(MODULES) == {
+        "modules": ["nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nvidia"],
+        "held": [],
+    }
+    alone = plan_unloading("nvidia 60620800 0 - Live 0x0000000000000000 (O)\n")
+    assert alone == {"modules": ["nvidia"], "held": []}
+    assert plan_unloading("") == plan_unloading("video 77824 0 - Live 0x0\n") == {"modules": [], "held": []}
+
+
+def test_a_module_in_use_is_told_before_any_is_taken_out() -> None:
+    opened = MODULES.replace("nvidia_uvm 4816896 0 -", "nvidia_uvm 4816896 4 -").replace("60620800 2", "60620800 10")
+    assert plan_unloading(opened)["held"] == ["nvidia_uvm by 4 open devices", "nvidia by 8 open devices"]
+    # Somebody else's module, which nobody would load again.
+    other = MODULES.replace("60620800 2 nvidia_uvm,", "60620800 3 gdrdrv,nvidia_uvm,")
+    assert plan_unloading(other)["held"] == ["nvidia by the modules gdrdrv"]
+
+
+def test_a_kernel_that_unloads_nothing_is_told() -> None:
+    # Read on a virtual machine with an H200.
+    text = "nvidia_uvm 1875968 - - Live 0xffffffffc080c000 (O)\nnvidia 14299136 - - Live 0xffffffffc0400000 (O)\n"
+    assert plan_unloading(text)["held"] == [
+        "nvidia_uvm, which this kernel cannot unload",
+        "nvidia, which this kernel cannot unload",
+    ]
+
+
+MODULE_LINES = st.lists(
+    st.tuples(
+        st.sampled_from(["nvidia", "nvidia_uvm", "nvidia_drm", "video"]),
+        st.sampled_from(["0", "1", "7", "x", "-1", "-"]),
+        st.sampled_from(["-", "nvidia_uvm,", "nvidia,nvidia_drm,", "gdrdrv,", ""]),
+    ).map(lambda row: f"{row[0]} 4096 {row[1]} {row[2]} Live 0x0")
+).map("\n".join)
+
+
+@given(MODULE_LINES | st.text())
+def test_any_list_of_modules_gives_an_order(text: str) -> None:
+    order = plan_unloading(text)["modules"]
+    assert len(order) == len(set(order))
+
+
+# What the role finds on the made-up machines: words of its problems, kernels without the module, and how it gets in.
+# A machine that is not here has nothing that concerns the driver.
+MACHINES: dict[str, tuple[list[str], list[str], str]] = {
+    "bare-8x": ([], ["6.8.0-45-generic"], "load"),
+    "drv-01-proprietary": (
+        [
+            "version 580.126.09 of it is loaded",
+            "the loaded module is 580.126.09 and the libraries are 590.48.01",
+            "no firmware for driver 580.126.09",
+            "580.126.09 is the proprietary one",
+        ],
+        [],
+        "reload",
+    ),
+    "drv-02-next-kernel": ([], ["6.8.0-101-generic"], "none"),
+    "drv-02-only-added": ([], ["6.8.0-45-generic"], "load"),
+    "drv-04-mismatch": (
+        [
+            "the loaded module is 580.159.03 and the libraries are 580.173",
+            "the packages are 590.48.01 and the libraries in use are 580.173",
+            "no firmware for driver 580.159.03",
+        ],
+        [],
+        "reload",
+    ),
+    "drv-07-known-bad": (
+        ["the libraries in use are 595.71.05", "no firmware for driver 595.71.05"],
+        ["6.8.0-45-generic"],
+        "reload",
+    ),
+    "drv-16-secure-boot": (["Secure Boot is on, and no key"], ["6.8.0-45-generic"], "load"),
+    "nouveau": (["nouveau has the GPUs"], ["6.8.0-45-generic"], "reboot"),
+    "several": (["Rocky Linux 9.4 is not supported"], [], "none"),
+    "unsupported-os": (["Ubuntu 22.04.5 LTS is not supported"], [], "none"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in host_fixtures.HOSTS.glob("*/files.txt")))
+def test_the_facts_of_a_made_up_machine(name: str, tmp_path: Path) -> None:
+    words, kernels, action = MACHINES.get(name, ([], [], "none"))
+    state = host_fixtures.read_host(host_fixtures.lay_out(name, tmp_path))
+    # Of the package whose version is the driver's; firmware comes with it.
+    version = installed_version(state["nvidia"]["packages"], ["nvidia-dkms-open"])
+    running, installed = state["kernel"]["release"], state["kernel"]["installed"]
+    problems = find_host_problems(state, wanted()) + compare_versions(state, version, [version])
+    assert len(problems) == len(words), problems
+    for problem, word in zip(problems, words, strict=True):
+        assert word in problem
+    built_for = choose_kernels([], running, installed)
+    assert [item["kernel"] for item in find_missing_builds(state["nvidia"]["dkms"], version, built_for)] == kernels
+    assert choose_loading(state, "590.48.01", built_for)["action"] == action
+
+
+def test_every_machine_with_something_to_find_is_there() -> None:
+    assert [name for name in MACHINES if not (host_fixtures.HOSTS / name / "files.txt").exists()] == []
+
+
 # --- options and limits --------------------------------------------------------------------------------------
 
 
@@ -684,6 +865,11 @@ def test_limits_are_checked(limits: dict[str, Any], clocks: list[int], count: in
     assert len(find_limit_problems(limits, clocks)) == count
 
 
+@pytest.mark.parametrize(("watts", "count"), [(0, 0), (450, 0), (-1, 1), (45000, 1)])
+def test_the_common_limit_is_checked(watts: int, count: int) -> None:
+    assert len(find_limit_problems({}, [], watts)) == count
+
+
 # --- gpu-node-limits -----------------------------------------------------------------------------------------
 
 FAKE_SMI = """\
@@ -701,6 +887,8 @@ else:
     card = next(card for card in cards if card["uuid"] == args[1])
     if card.get("broken"):
         sys.exit("Unable to set: GPU is lost")
+    if card.get("locked") and args[2] in ("-lgc", "-rgc"):
+        sys.exit("Setting locked GPU clocks is not supported")
     if args[2] == "-pm":
         card["pm"] = "Enabled"
     if args[2] == "-pl":
@@ -797,6 +985,17 @@ def test_clocks_are_locked_and_released(tmp_path: Path) -> None:
     released = Limits(tmp_path, [smi_card(0)], {})
     released.run("apply")
     assert any(call.endswith("-rgc") for call in released.calls())
+
+
+def test_clocks_that_nobody_asked_for_and_that_cannot_be_released_are_no_failure(tmp_path: Path) -> None:
+    # As on a virtual machine whose host keeps them.
+    limits = Limits(tmp_path, [smi_card(0, locked=True)], {"power_limit_w": 300})
+    done = limits.run("apply")
+    assert done.returncode == 0
+    assert "0000:38:00.0 keeps its clocks" in done.stderr
+    assert limits.cards()[0]["limit"] == "300.00"
+    refused = Limits(tmp_path, [smi_card(0, locked=True)], {"graphics_clock_mhz": [1500, 2400]})
+    assert refused.run("apply").returncode == 1
 
 
 def test_without_nvidia_smi_it_says_so(tmp_path: Path) -> None:

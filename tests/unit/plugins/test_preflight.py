@@ -363,6 +363,14 @@ def test_a_lock_of_another_file_with_the_same_number_is_none(tmp_path: Path) -> 
     assert bad(judge(root)) == set()
 
 
+def test_another_module_of_nvidias_is_not_the_driver(tmp_path: Path) -> None:
+    """A driver that the distribution built has nothing in DKMS, and GPUDirect Storage has."""
+    root = host_fixtures.lay_out("good-8x", tmp_path)
+    (root / ".commands/dkms status").write_text("nvidia-fs/2.26.6, 6.8.0-31-generic, x86_64: installed\n")
+    assert bad(judge(root, adopted())) == set()
+    assert "nothing of DKMS" in text(judge(root, adopted()), "driver_module")
+
+
 def test_a_small_disk_is_named_with_what_is_missing(tmp_path: Path) -> None:
     root = host_fixtures.lay_out("good-8x", tmp_path)
     checks = judge(root, free_gib=300)
@@ -398,9 +406,15 @@ def test_folders_on_disks_of_their_own_are_not_added_up() -> None:
     assert [item["level"] for item in found] == ["ok", "ok", "ok"]
 
 
-def test_weights_of_the_operators_own_folder_take_no_room() -> None:
-    wanted = wanted_of(profile("2x"), {}, {"model": {"type": "path", "path": "/srv/model"}}, variables())
-    assert [item["for"] for item in wanted["space"]] == ["releases, caches and logs", "the engine's image"]
+def test_weights_of_an_adopted_folder_take_no_room() -> None:
+    model = {"type": "path", "path": "/srv/model"}
+    room = {
+        adopt: [item["for"] for item in wanted_of(profile("2x"), {}, {"model": source}, variables())["space"]]
+        for adopt, source in ((True, {**model, "adopt": True}), (False, model))
+    }
+    assert room[True] == ["releases, caches and logs", "the engine's image"]
+    # Otherwise the files are copied from there.
+    assert room[False] == [*room[True], "the model"]
 
 
 def test_readings_that_disagree_are_warnings(tmp_path: Path) -> None:

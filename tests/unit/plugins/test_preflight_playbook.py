@@ -13,6 +13,8 @@ import pytest
 import yaml
 from ansible.parsing.vault import VaultLib, VaultSecret
 
+from tests.unit.plugins.playbooks import run_playbook
+
 ROOT = Path(__file__).resolve().parents[3]
 # An address for documentation: nothing answers there, so that a connection would fail.
 INVENTORY: dict[str, Any] = {
@@ -146,3 +148,30 @@ def test_a_topology_of_a_file_needs_no_node(tmp_path: Path) -> None:
     assert (counts["failed"], counts["unreachable"]) == (1, 0)
     assert "sources: serving_plan_sources: model: revision 'main' is no commit" in output
     assert output.count("- plan: ") == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "allowed"),
+    [
+        ({}, False),
+        ({"nvidia_driver_reboot_allowed": "yes"}, True),
+        # This one reboots for whatever asks for it, the driver too.
+        ({"host_settings_reboot_allowed": True}, True),
+    ],
+)
+def test_either_consent_lets_a_reboot_repair_the_driver(
+    tmp_path: Path, variables: dict[str, Any], allowed: bool
+) -> None:
+    role = ROOT / "roles/preflight"
+    tasks = [
+        {"ansible.builtin.include_vars": {"file": str(role / "vars/main.yml")}},
+        {"ansible.builtin.debug": {"msg": "allowed: {{ _preflight_variables.driver.reboot_allowed }}"}},
+    ]
+    told = {"topology_result": {"topology": {}}, "preflight_space_gib": {}, "role_path": str(role)}
+    playbook = tmp_path / "show.yml"
+    playbook.write_text(
+        yaml.safe_dump([{"hosts": "here", "gather_facts": False, "vars": {**told, **variables}, "tasks": tasks}])
+    )
+    (tmp_path / "hosts.yml").write_text(yaml.safe_dump(INVENTORY))
+    _, output = run_playbook(tmp_path, tmp_path / "hosts.yml", playbook)
+    assert f"allowed: {allowed}" in output
