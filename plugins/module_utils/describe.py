@@ -12,6 +12,7 @@ from typing import Any
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import canonical
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import STATE, release_of
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO, recipe_environment
+from ansible_collections.serving.gpu_node.plugins.module_utils.sources import source_words
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
 
 BAR = 24
@@ -132,11 +133,12 @@ def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
     :param running: by replica number (as text) the ``release.json`` that it points at now; empty when it has none.
     """
     balancer = plan["balancer"]
-    model = plan["artifacts"]["model"]["name"]
     lines = [
-        f"profile {plan['profile']} ({plan['state']}): model {model} served as '{plan['served_model_name']}'",
+        f"profile {plan['profile']} ({plan['state']}), served as '{plan['served_model_name']}'",
         f"balancer on {balancer['address']}:{balancer['port']}, replicas on loopback",
     ]
+    for key, artifact in plan["artifacts"].items():
+        lines.append(f"{key} {artifact['name']}: from {source_words(artifact['source'])}")
     if plan["changed_settings"]:
         changed = ", ".join(f"{name}={canonical(value)}" for name, value in sorted(plan["changed_settings"].items()))
         lines.append(f"changed from the profile: {changed}")

@@ -24,8 +24,11 @@ def archive() -> Path:
     profile = yaml.safe_load((ROOT / "roles" / "serving_plan" / "vars" / "cpu.yml").read_text())
     image = profile["_serving_plan_profile"]["image"]
     digest = hashlib.sha256(json.dumps(image, sort_keys=True).encode())
-    for name in (image["containerfile"], image["lock"], "name_distribution.py"):
-        digest.update((ROOT / "roles" / "serving_image" / "files" / name).read_bytes())
+    files = ROOT / "roles" / "serving_image" / "files"
+    series = yaml.safe_load((files / "patches" / "series.yml").read_text())
+    patches = [f"patches/{entry['file']}" for entry in series if entry["package"] == image["package"]]
+    for name in (image["containerfile"], image["lock"], "name_distribution.py", *patches):
+        digest.update((files / name).read_bytes())
     return CACHE / f"vllm-cpu-{digest.hexdigest()[:12]}.tar"
 
 

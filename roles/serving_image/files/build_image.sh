@@ -1,6 +1,7 @@
 #!/bin/bash
 # Build the CPU serving image; runs as a job on the node, so that it survives the connection that started it.
 # Usage: build_image.sh CONTEXT TAG SUITE PACKAGES [WHEEL_FOLDER...]   (PACKAGES: separated by commas)
+# CONTEXT also has request.json, the patches, and the program that checks and applies them.
 # A step whose result is there is skipped, so an interrupted build goes on where it was.
 set -euo pipefail
 context=$1 tag=$2 suite=$3 packages=$4
@@ -64,9 +65,14 @@ for folder in "$@"; do
     volumes+=(--volume "$folder:$folder:ro")
     grep -qx -- "--find-links $folder" "$context/lock.txt" || echo "--find-links $folder" >>"$context/lock.txt"
 done
-# chroot isolation: the build also works where the node is itself a container.
+image_program() { PYTHONPATH=$context/program python3 -m gpu_node_image --folder "$context" "$@"; }
+labels=$(image_program labels)
+mapfile -t labels <<<"$labels"
+# chroot isolation: the build also works where the node is itself a container. The name comes last, from what proved the
+# patches to be in: nothing half-built has it.
 run "step 2 of 2: $(grep -c == "$context/lock.txt") pinned Python packages" \
-    podman build --isolation chroot --build-arg BASE="$base" "${volumes[@]}" --file "$context/Containerfile" \
-    --tag "$tag" "$context"
+    podman build --isolation chroot --build-arg BASE="$base" ${volumes[@]+"${volumes[@]}"} "${labels[@]}" \
+    --file "$context/Containerfile" --iidfile "$context/image-id" "$context"
 rm -f "$context/pip.conf"
-say "built $tag"
+image=$(<"$context/image-id")
+image_program finish "${image#sha256:}"

@@ -1,0 +1,47 @@
+# Copyright: the gpu_node authors
+# MIT License (see LICENSE)
+"""Filters around the pure functions of serving images."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible_collections.serving.gpu_node.plugins.module_utils import image_inputs, patch_series
+
+
+def image_patches(series: list[dict[str, Any]], profile: str, package: str, version: str) -> list[str]:
+    """Return the names of the patches that an image gets."""
+    try:
+        return patch_series.select_patches(series, profile, package, version)
+    except patch_series.PatchError as error:
+        raise AnsibleFilterError(str(error)) from None
+
+
+def image_auths(registries: list[dict[str, str]]) -> str:
+    """Return the text of a file of credentials as Podman and skopeo read it."""
+    auths = {
+        one["registry"]: {"auth": base64.b64encode(f"{one['username']}:{one['password']}".encode()).decode()}
+        for one in registries
+    }
+    return json.dumps({"auths": auths}, indent=1, sort_keys=True) + "\n"
+
+
+class FilterModule:
+    """What Ansible loads."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters by name."""
+        return {
+            "image_auths": image_auths,
+            "image_input_problems": image_inputs.input_problems,
+            "image_key": image_inputs.image_key,
+            "image_labels": image_inputs.image_labels,
+            "image_patches": image_patches,
+            "image_pinned": image_inputs.pinned,
+            "image_reference": image_inputs.parse_reference,
+            "image_series_problems": patch_series.series_problems,
+        }
