@@ -9,6 +9,9 @@ import json
 from typing import Any
 
 SHORT = 12
+MANIFEST = "gpu-node-manifest.json"
+# How far an unfinished artifact is, for peers.
+STATE_FILE = ".gpu-node-state.json"
 
 
 class ManifestError(ValueError):
@@ -55,7 +58,31 @@ def parse_manifest(text: str) -> dict[str, Any]:
         raise ManifestError(f"the manifest holds text that is no Unicode: {error}") from error
     if not matches:
         raise ManifestError("the manifest's digest is not that of its list of files")
+    for path, entry in manifest["files"].items():
+        problem = path_problem(path)
+        if problem:
+            raise ManifestError(f"the manifest lists {problem}")
+        sound = isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and len(entry["sha256"]) == 64
+        if not sound or not isinstance(entry.get("size"), int) or isinstance(entry["size"], bool) or entry["size"] < 0:
+            raise ManifestError(f"the manifest's entry of {path} has no size and SHA-256")
     return manifest
+
+
+def path_problem(path: Any) -> str:
+    """Return why a listed file's path cannot be one inside an artifact, or an empty string.
+
+    Listings come from elsewhere, and what they name is written to this node's disk.
+    """
+    if not isinstance(path, str) or not path:
+        return f"{path!r} is no file name"
+    # The first part: what an artifact's folder has of its own.
+    if path.startswith("/") or path.split("/")[0] in (MANIFEST, STATE_FILE):
+        return f"{path!r} cannot be a file of an artifact"
+    if any(part in ("", ".", "..") for part in path.split("/")) or not path.isprintable() or len(path) > 1024:
+        return f"{path!r} is not a plain path inside an artifact"
+    if any(len(part.encode(errors="surrogatepass")) > 200 for part in path.split("/")):
+        return f"{path!r} has a name of more than 200 bytes in it"
+    return ""
 
 
 def compare_files(wanted: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> list[str]:

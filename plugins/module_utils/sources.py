@@ -8,19 +8,29 @@ import difflib
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
+
+from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import SHORT, digest
+from ansible_collections.serving.gpu_node.plugins.module_utils.tiny_model import GENERATOR_VERSION
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Paths reach the node in lists with one path a line, and in mounts.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 # What each type of source is told by: the fields that it needs, and those that it may have.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "archive": (("path",), ("digest",)),
     "generated": (("seed",), ()),
-    "hub": (("repository", "revision"), ("folder",)),
-    "path": (("path",), ()),
+    "hub": (("repository", "revision"), ("folder", "include", "exclude", "endpoint")),
+    "mirror": (("url", "digest"), ()),
+    "path": (("path",), ("adopt", "digest")),
+    "peer": (("node",), ("digest",)),
 }
 # What an operator may choose; `generated` is the demo model's own.
-CHOICES = ("hub", "path")
+CHOICES = ("hub", "mirror", "peer", "path", "archive")
+# Where an artifact comes from on the way; they change nothing of what it is.
+_WAYS = ("adopt", "endpoint")
 
 
 def lay_sources(artifacts: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -59,7 +69,7 @@ def check_source(key: str, source: dict[str, Any]) -> tuple[list[str], list[str]
     where = f"serving_plan_sources: {key}"
     kind = source.get("type")
     if kind is None:
-        return [f"{where}: type is missing; write type: {' or type: '.join(CHOICES)}"], []
+        return [f"{where}: type is missing; write type: {', '.join(CHOICES[:-1])} or {CHOICES[-1]}"], []
     # Whatever YAML holds may stand here, also what is no key of a mapping.
     if not isinstance(kind, str) or kind not in _FIELDS:
         return [f"{where}: type {kind!r} is not one of {', '.join(CHOICES)}"], []
@@ -73,10 +83,42 @@ def check_source(key: str, source: dict[str, Any]) -> tuple[list[str], list[str]
     given = {name: source[name] for name in (*needed, *optional) if source.get(name) not in (None, "")}
     missing = [f"{where}: {name} of the source of type {kind}" for name in needed if name not in given]
     for name, value in given.items():
-        problem = _FIELD_PROBLEMS[name](value) if name == "seed" or isinstance(value, str) else _no_text(value)
+        problem = _FIELD_PROBLEMS[name](value) if name in _NO_TEXT or isinstance(value, str) else _no_text(value)
         if problem:
             problems.append(f"{where}: {name}{problem}")
     return problems, missing
+
+
+def source_identity(source: dict[str, Any]) -> dict[str, Any]:
+    """Return what tells one source from another: its fields without empty ones and without the way bytes take."""
+    own = {name: value for name, value in source.items() if name not in _WAYS and value not in (None, "", [])}
+    if own.get("folder"):
+        own["folder"] = own["folder"].rstrip("/")
+    if own["type"] == "generated":
+        own |= {"generator": "tiny-deepseek-v3", "version": GENERATOR_VERSION}
+    return own
+
+
+def source_key(source: dict[str, Any]) -> str:
+    """Return the short name of a source on a node: equal sources have equal keys on every node."""
+    return digest(source_identity(source))[:SHORT]
+
+
+def source_words(source: dict[str, Any]) -> str:
+    """Return where an artifact comes from, for people; what is not filled in yet is shown as ``?``."""
+    kind = source.get("type")
+    if kind == "hub":
+        folder = f", folder {source['folder']}" if source.get("folder") else ""
+        through = f" through {source['endpoint']}" if source.get("endpoint") else ""
+        commit = str(source.get("revision") or "?")[:SHORT]
+        return f"{source.get('repository') or '?'}{folder} at {commit}{through}"
+    if kind == "mirror":
+        return f"{source.get('url') or '?'}"
+    if kind == "peer":
+        return f"node {source.get('node') or '?'}"
+    if kind in ("path", "archive"):
+        return f"{source.get('path') or '?'}{' as it lies there' if source.get('adopt') else ''}"
+    return "nowhere: generated on the node"
 
 
 def _no_text(value: Any) -> str:
@@ -98,6 +140,40 @@ def _revision_problem(value: str) -> str:
     return f" {value!r} is no commit; branches and tags move, so give a commit's 40 hex digits (0-9, a-f)"
 
 
+def _digest_problem(value: str) -> str:
+    return "" if _DIGEST.fullmatch(value) else f" {value!r} is no digest; give the 64 hex digits of the manifest's"
+
+
+def _patterns_problem(value: Any) -> str:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item.isprintable() and item for item in value):
+        return f": {value!r} is no list of patterns; write it like ['*.safetensors', '*.json']"
+    return ""
+
+
+def _adopt_problem(value: Any) -> str:
+    return "" if isinstance(value, bool) else f": {value!r} is not true or false; write adopt: true"
+
+
+def _url_problem(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return f" {value!r} is no URL; write it like https://mirror.example/models/name"
+    if not whole or not value.isprintable() or " " in value:
+        return f" {value!r} is no URL; write it like https://mirror.example/models/name"
+    if parts.username or parts.password:
+        # It would be printed with the plan.
+        return ": the URL holds a user or a password, which would be shown; leave them out"
+    if parts.query or parts.fragment:
+        return f" {value!r} has a query; give the folder's address, to which file names are added"
+    return ""
+
+
+def _node_problem(value: str) -> str:
+    return "" if value.isprintable() and " " not in value else f" {value!r} is no name of a host in the inventory"
+
+
 def _folder_problem(value: str) -> str:
     parts = value.rstrip("/").split("/")
     if _CONTROL.search(value) or any(part in ("", ".", "..") for part in parts):
@@ -114,9 +190,18 @@ def _path_problem(value: str) -> str:
 
 
 _FIELD_PROBLEMS: dict[str, Callable[[Any], str]] = {
+    "adopt": _adopt_problem,
+    "digest": _digest_problem,
+    "endpoint": _url_problem,
+    "exclude": _patterns_problem,
     "folder": _folder_problem,
+    "include": _patterns_problem,
+    "node": _node_problem,
     "path": _path_problem,
     "repository": _repository_problem,
     "revision": _revision_problem,
     "seed": _seed_problem,
+    "url": _url_problem,
 }
+# Fields whose value is no text; their own checks say what it is.
+_NO_TEXT = ("adopt", "exclude", "include", "seed")

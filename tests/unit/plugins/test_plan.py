@@ -507,8 +507,9 @@ def test_systemd_waits_longer_than_what_it_waits_for() -> None:
 
 def test_the_plan_of_a_bare_node_as_lines() -> None:
     assert describe_plan(intent({"max_num_seqs": 8, "speculative_method": "none"}), {}) == [
-        "profile cpu (intent): model tiny-deepseek-v3 served as 'tiny'",
+        "profile cpu (intent), served as 'tiny'",
         "balancer on 127.0.0.1:8080, replicas on loopback",
+        "model tiny-deepseek-v3: from nowhere: generated on the node",
         'changed from the profile: max_num_seqs=8, speculative_method="none"',
         "--- the machine ---",
         "NUMA node 0: CPUs 0-1, 64 GiB",

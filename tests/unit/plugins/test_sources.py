@@ -6,13 +6,20 @@ import copy
 from typing import Any
 
 import pytest
-from ansible_collections.serving.gpu_node.plugins.module_utils.sources import check_source, lay_sources
+from ansible_collections.serving.gpu_node.plugins.module_utils.sources import (
+    check_source,
+    lay_sources,
+    source_identity,
+    source_key,
+    source_words,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plugins.samples import PACK, profile
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DIGEST = "0123456789abcdef" * 4
 MODEL = {"type": "hub", "repository": "deepseek-ai/DeepSeek-V4.1-Flash", "revision": ""}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
@@ -84,7 +91,7 @@ def test_a_source_that_is_no_mapping(source: Any) -> None:
 
 def test_a_real_model_is_not_made_up() -> None:
     laid, problems = lay_sources(artifacts(), {"model": {"type": "generated", "seed": 1}})
-    assert problems == ["serving_plan_sources: model: type 'generated' is not one of hub, path"]
+    assert problems == ["serving_plan_sources: model: type 'generated' is not one of hub, mirror, peer, path, archive"]
     assert laid == artifacts()
     # the demo's is
     assert lay({"model": {"seed": 7}}, "cpu")["model"] == {"type": "generated", "seed": 7}
@@ -100,7 +107,13 @@ def test_a_real_model_is_not_made_up() -> None:
         {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": "drafter-code-k7"},
         {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": "heads/code/"},
         {"type": "hub", "repository": "example/pack", "revision": COMMIT, "folder": ""},
+        {"type": "hub", "repository": "example/a", "revision": COMMIT, "include": ["*.json", "a/"], "exclude": []},
+        {"type": "hub", "repository": "example/a", "revision": COMMIT, "endpoint": "https://cache.example:8443/hub"},
+        {"type": "mirror", "url": "http://mirror.example/models/a", "digest": DIGEST},
+        {"type": "peer", "node": "gpu-node-1"},
         {"type": "path", "path": "/srv/models/a model"},
+        {"type": "path", "path": "/srv/models/a", "adopt": True, "digest": DIGEST},
+        {"type": "archive", "path": "/srv/models/a.tar"},
         {"type": "generated", "seed": 0},
     ],
 )
@@ -126,13 +139,13 @@ def test_what_nobody_has_filled_in_yet_is_no_mistake(source: dict[str, Any], mis
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ({"type": "https"}, "type 'https' is not one of hub, path"),
-        ({"type": ["hub"]}, "type ['hub'] is not one of hub, path"),
-        ({"type": {"hub": 1}}, "type {'hub': 1} is not one of hub, path"),
-        ({"path": "/srv/model"}, "type is missing; write type: hub or type: path"),
+        ({"type": "https"}, "type 'https' is not one of hub, mirror, peer, path, archive"),
+        ({"type": ["hub"]}, "type ['hub'] is not one of hub, mirror, peer, path, archive"),
+        ({"type": {"hub": 1}}, "type {'hub': 1} is not one of hub, mirror, peer, path, archive"),
+        ({"path": "/srv/model"}, "type is missing; write type: hub, mirror, peer, path or archive"),
         (
             {"type": "path", "path": "/srv/model", "revision": COMMIT},
-            "unknown field 'revision' of a source of type path; it has path",
+            "unknown field 'revision' of a source of type path; it has path, adopt, digest",
         ),
         (
             {"type": "path", "path": "srv/model"},
@@ -185,6 +198,35 @@ def test_what_nobody_has_filled_in_yet_is_no_mistake(source: dict[str, Any], mis
             "folder 'x\\ny' is not inside the repository; write it like drafter-code-k7",
         ),
         ({**MODEL, "revision": COMMIT, "folder": False}, "folder: False is no text; put it in quotes"),
+        (
+            {**MODEL, "revision": COMMIT, "include": "*.json"},
+            "include: '*.json' is no list of patterns; write it like ['*.safetensors', '*.json']",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "exclude": [1]},
+            "exclude: [1] is no list of patterns; write it like ['*.safetensors', '*.json']",
+        ),
+        (
+            {**MODEL, "revision": COMMIT, "endpoint": "https://me:secret@cache.example"},
+            "endpoint: the URL holds a user or a password, which would be shown; leave them out",
+        ),
+        (
+            {"type": "mirror", "url": "mirror.example/a", "digest": DIGEST},
+            "url 'mirror.example/a' is no URL; write it like https://mirror.example/models/name",
+        ),
+        (
+            {"type": "mirror", "url": "https://mirror.example/a?x=1", "digest": DIGEST},
+            "url 'https://mirror.example/a?x=1' has a query; give the folder's address, to which file names are added",
+        ),
+        (
+            {"type": "mirror", "url": "https://mirror.example/a", "digest": DIGEST[:12]},
+            f"digest '{DIGEST[:12]}' is no digest; give the 64 hex digits of the manifest's",
+        ),
+        ({"type": "peer", "node": "a b"}, "node 'a b' is no name of a host in the inventory"),
+        (
+            {"type": "path", "path": "/srv/a", "adopt": "yes"},
+            "adopt: 'yes' is not true or false; write adopt: true",
+        ),
         ({"type": "generated", "seed": "x"}, "seed: 'x' is no whole number; write seed: 0"),
         ({"type": "generated", "seed": True}, "seed: True is no whole number; write seed: 0"),
     ],
@@ -205,8 +247,10 @@ def test_every_mistake_is_named_at_once() -> None:
     assert "'token'" in problems[0] and "x;" not in problems[0]
 
 
-KINDS = st.sampled_from(["hub", "path", "generated"]) | ANYTHING
-FIELDS = st.sampled_from(["repository", "revision", "folder", "path", "seed"]) | st.text(max_size=5) | st.integers()
+TYPES = ["hub", "mirror", "peer", "path", "archive", "generated"]
+NAMES = ["repository", "revision", "folder", "include", "exclude", "endpoint", "url", "digest", "node", "path", "adopt"]
+KINDS = st.sampled_from(TYPES) | ANYTHING
+FIELDS = st.sampled_from([*NAMES, "seed"]) | st.text(max_size=5) | st.integers()
 SOURCES = st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, ANYTHING, max_size=4))
 
 
@@ -215,8 +259,9 @@ def test_any_source_is_in_order_or_gets_sentences(source: dict[Any, Any]) -> Non
     problems, missing = check_source("model", source)
     assert all(text.startswith("serving_plan_sources: model: ") for text in [*problems, *missing])
     if not problems and not missing:
-        assert source["type"] in ("hub", "path", "generated")
-        if source["type"] == "path":
+        assert source["type"] in TYPES
+        assert len(source_key(source)) == 12
+        if source["type"] in ("path", "archive"):
             assert source["path"].startswith("/")
         if source["type"] == "hub":
             assert len(source["revision"]) == 40 and source["repository"].count("/") == 1
@@ -235,3 +280,45 @@ def test_any_mapping_is_laid_over_or_gets_sentences(sources: dict[Any, Any]) -> 
     assert len(problems) >= len(wrong)
     for key in laid:
         check_source(key, laid[key]["source"])
+
+
+# Keys
+
+
+def test_a_key_is_of_what_comes_and_not_of_the_way_it_takes() -> None:
+    plain: dict[str, Any] = {"type": "hub", "repository": "example/a", "revision": COMMIT}
+    same = [
+        {**plain, "endpoint": "https://cache.example"},
+        {**plain, "folder": "", "include": [], "exclude": None},
+        dict(reversed(plain.items())),
+    ]
+    assert {source_key(source) for source in same} == {source_key(plain)}
+    folder = {**plain, "folder": "heads/code"}
+    assert source_key(folder) == source_key({**plain, "folder": "heads/code/"}) != source_key(plain)
+    path: dict[str, Any] = {"type": "path", "path": "/srv/a"}
+    assert source_key({**path, "adopt": True}) == source_key(path) != source_key({**path, "digest": DIGEST})
+
+
+def test_other_bytes_of_the_generator_are_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: dict[str, Any] = {"type": "generated", "seed": 0}
+    assert source_identity(generated)["generator"] == "tiny-deepseek-v3"
+    before = source_key(generated)
+    monkeypatch.setattr("ansible_collections.serving.gpu_node.plugins.module_utils.sources.GENERATOR_VERSION", 10**6)
+    assert source_key(generated) != before
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (MODEL, "deepseek-ai/DeepSeek-V4.1-Flash at ?"),
+        ({**MODEL, "revision": COMMIT, "folder": "a/b"}, "deepseek-ai/DeepSeek-V4.1-Flash, folder a/b at 0123456789ab"),
+        ({**MODEL, "endpoint": "https://c"}, "deepseek-ai/DeepSeek-V4.1-Flash at ? through https://c"),
+        ({"type": "mirror", "url": "https://m/a", "digest": DIGEST}, "https://m/a"),
+        ({"type": "peer", "node": "gpu-node-1"}, "node gpu-node-1"),
+        ({"type": "path", "path": "/srv/a", "adopt": True}, "/srv/a as it lies there"),
+        ({"type": "archive", "path": "/srv/a.tar"}, "/srv/a.tar"),
+        ({"type": "generated", "seed": 0}, "nowhere: generated on the node"),
+    ],
+)
+def test_where_it_comes_from_in_words(source: dict[str, Any], words: str) -> None:
+    assert source_words(source) == words
