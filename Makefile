@@ -54,7 +54,7 @@ lint: venv ## ruff, mypy, yamllint and ansible-lint
 	$(call step,ansible-lint,ansible-lint --profile production --offline)
 
 unit: venv
-	$(call step,Unit tests,pytest tests/unit)
+	$(call step,Unit tests,pytest tests/unit -n auto --dist loadfile)
 
 molecule: venv
 	$(call step,Molecule scenario default: the whole job on a fresh node,molecule test -s default </dev/null)

@@ -67,6 +67,9 @@ def main(argv: list[str]) -> int:
         if not usable():
             create()
         if not (stamp := stamp_of(files)).exists():
+            # pinned versions: what an older list of requirements asked for may be replaced by this one
+            for old in VENV.glob(".installed-*"):
+                old.unlink()
             install(files)
             stamp.touch()
             stamp_of(SETS["run"]).touch()  # part of every set
