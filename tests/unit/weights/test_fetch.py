@@ -270,6 +270,8 @@ def test_a_disk_that_fills_up_meanwhile(hub: Hub, node: Node, long: Repository, 
             pass
     assert_refused(running.end(), "o space left", "make room")
     assert not node.complete()
+    # until then the server counts what it was sending
+    wait_for(lambda: not hub.state.connections, "end of its connections")
     ballast.unlink()
     begun, verified = node.begun(), len(node.verified())
     hub.reset_stats()
