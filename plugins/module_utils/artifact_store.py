@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.listing import take
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import (
     MANIFEST,
     SHORT,
@@ -99,6 +100,12 @@ def files_below(folder: Path) -> dict[str, Path]:
     return found
 
 
+def taken_below(source: dict[str, Any]) -> dict[str, Path]:
+    """Return the files that a source of type ``path`` takes, by relative path."""
+    found = files_below(Path(source["path"]))
+    return {name: found[name] for name in take(source, list(found))}
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a file so that it is on the disk whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +133,7 @@ def seen_at_source(source: dict[str, Any]) -> dict[str, list[int]]:
     if source["type"] not in ("path", "archive"):
         return {}
     path = Path(source["path"])
-    files = files_below(path) if path.is_dir() else {"": path} if path.is_file() else {}
+    files = taken_below(source) if path.is_dir() else {"": path} if path.is_file() else {}
     return {name: stamp(file)[:2] for name, file in files.items()}
 
 

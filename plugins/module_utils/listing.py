@@ -38,6 +38,11 @@ def select(paths: list[str], folder: str, include: list[str], exclude: list[str]
     }
 
 
+def take(source: dict[str, Any], paths: list[str]) -> dict[str, str]:
+    """Return the paths that a source takes by its ``folder``, ``include`` and ``exclude``; see ``select``."""
+    return select(paths, source.get("folder") or "", source.get("include") or [], source.get("exclude") or [])
+
+
 def hub_listing(answer: Any, source: dict[str, Any]) -> Listing:
     """Read the hub's answer for one revision of a repository, asked for with the details of its files.
 
@@ -53,7 +58,7 @@ def hub_listing(answer: Any, source: dict[str, Any]) -> Listing:
         raise ListingError(f"the hub's answer has no {error}; is the endpoint a hub?") from error
     if commit != source["revision"]:
         raise ListingError(f"the hub answered with commit {commit}, not {source['revision']}")
-    taken = select(list(siblings), source.get("folder") or "", source.get("include") or [], source.get("exclude") or [])
+    taken = take(source, list(siblings))
     files = {}
     for path, name in taken.items():
         problem = path_problem(name)

@@ -33,7 +33,12 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     recipe_environment,
     resolve_settings,
 )
-from ansible_collections.serving.gpu_node.plugins.module_utils.sources import check_source, lay_sources
+from ansible_collections.serving.gpu_node.plugins.module_utils.sources import (
+    check_source,
+    folder_source,
+    lay_sources,
+    recipe_source,
+)
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
 
 # The engine closes an idle connection after this long; the balancer does so earlier, or a request meets a closing one.
@@ -217,22 +222,32 @@ def _artifacts(
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the artifacts that this plan needs, problems, and what the operator still has to fill in."""
     laid, problems = lay_sources(profile["artifacts"], sources)
+    pack = laid.get("pack", {}).get("source")
+    if pack:
+        laid["pack"] = {**laid["pack"], "source": recipe_source(pack)}
+    else:
+        laid.pop("pack", None)
     wanted = settings.get("drafter", "none")
     own_folder = wanted != "none" and profile["drafters"].get(wanted, {}).get("artifact")
+    of_pack = {}
     if not own_folder:
         laid.pop("drafter", None)
     elif not laid["drafter"]["source"]:
-        problems.append(
-            f"drafter: '{wanted}' has no source; either set serving_plan_sources.drafter to where the head lies (the "
-            "pack's folder drafter-code-k7), or set drafter: released for the head that comes with the model"
-        )
-        laid.pop("drafter")
+        drafter = laid.pop("drafter")
+        # The pack has a folder of the drafter's name.
+        of_pack = {**drafter, "source": folder_source(pack, drafter["name"])} if pack else {}
+        if not of_pack.get("source"):
+            problems.append(
+                f"drafter: '{wanted}' has no source; either set serving_plan_sources.drafter to where the head lies "
+                "(the pack's folder drafter-code-k7), or set drafter: released for the head that comes with the model"
+            )
     missing = []
     for key, artifact in laid.items():
         wrong, unfilled = check_source(key, artifact["source"])
         problems += wrong
         missing += unfilled
-    return laid, problems, missing
+    # What is wrong or missing in its source was said of the pack's.
+    return {**laid, **({"drafter": of_pack} if of_pack else {})}, problems, missing
 
 
 def build_plan(

@@ -30,7 +30,11 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts i
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_gpu import GPU_CHECKS
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_host import HOST_CHECKS
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import SettingsError, resolve_settings
-from ansible_collections.serving.gpu_node.plugins.module_utils.sources import check_source, lay_sources
+from ansible_collections.serving.gpu_node.plugins.module_utils.sources import (
+    check_source,
+    lay_sources,
+    recipe_problems,
+)
 
 _WIDTH = 132
 _SIGNS = {OK: "ok", WARNING: "WARN", FAILURE: "FAIL"}
@@ -83,12 +87,15 @@ def check_plan(problems: list[str], others: list[Check]) -> list[Check]:
     )
 
 
-def check_inventory(profile: dict[str, Any], overrides: dict[str, Any], sources: dict[str, Any]) -> list[Check]:
+def check_inventory(
+    profile: dict[str, Any], overrides: dict[str, Any], sources: dict[str, Any], recipe: str = "auto"
+) -> list[Check]:
     """Return what is wrong with settings and sources, which takes no node to tell.
 
     :param profile: the profile's data.
     :param overrides: the operator's settings.
     :param sources: the operator's sources of artifacts.
+    :param recipe: how the image is to be made (``serving_image_recipe``).
     """
     checks = []
     settings = profile["settings"]
@@ -102,12 +109,13 @@ def check_inventory(profile: dict[str, Any], overrides: dict[str, Any], sources:
     missing = []
     for key, artifact in laid.items():
         drafter = profile.get("drafters", {}).get(settings.get("drafter", "none"), {}).get("artifact")
-        # A profile's own drafter without a source is told with the plan, which knows both remedies.
-        if key == "drafter" and (not drafter or not artifact["source"]):
+        # A drafter without a source is told with the plan, which knows both remedies; a pack need not be.
+        if (key == "drafter" and not drafter) or (key in ("drafter", "pack") and not artifact["source"]):
             continue
         wrong, unfilled = check_source(key, artifact["source"])
         problems += wrong
         missing += unfilled
+    problems += recipe_problems(recipe, bool(laid.get("pack", {}).get("source")))
     wanted = "a source that cannot move"
     checks += [finding("sources", FAILURE, *split_remedy(text, wanted)) for text in problems]
     checks += [

@@ -20,17 +20,20 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # What each type of source is told by: the fields that it needs, and those that it may have.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "archive": (("path",), ("digest",)),
+    "archive": (("path",), ("folder", "include", "exclude", "digest")),
     "generated": (("seed",), ()),
     "hub": (("repository", "revision"), ("folder", "include", "exclude", "endpoint")),
     "mirror": (("url", "digest"), ()),
-    "path": (("path",), ("adopt", "digest")),
+    "path": (("path",), ("include", "exclude", "adopt", "digest")),
     "peer": (("node",), ("digest",)),
 }
 # What an operator may choose; `generated` is the demo model's own.
 CHOICES = ("hub", "mirror", "peer", "path", "archive")
 # Where an artifact comes from on the way; they change nothing of what it is.
 _WAYS = ("adopt", "endpoint")
+# What a pack's recipe lies in: below `recipe/`, or at the top of a repository that is the recipe.
+_RECIPE = ("recipe/", "docker/", "kernels/", "serve/", "patches/", "hooks/")
+_WEIGHTS = ("*.safetensors",)
 
 
 def lay_sources(artifacts: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -89,6 +92,47 @@ def check_source(key: str, source: dict[str, Any]) -> tuple[list[str], list[str]
     return problems, missing
 
 
+def recipe_source(source: dict[str, Any]) -> dict[str, Any]:
+    """Return a pack's source, narrowed to its recipe: the weights beside it may be hundreds of gigabytes.
+
+    What the operator included or excluded stays so, and a digest already names just what is wanted.
+    """
+    if source.get("type") not in ("hub", "path", "archive") or source.get("digest"):
+        return source
+    return {"include": list(_RECIPE), "exclude": list(_WEIGHTS), **source}
+
+
+def recipe_problems(recipe: str, has_pack: bool) -> list[str]:
+    """Return why an image cannot be made in the way that the operator chose.
+
+    :param recipe: ``auto``, ``own`` or ``pack``.
+    """
+    if recipe != "pack" or has_pack:
+        return []
+    return [
+        "serving_image_recipe: pack needs a pack, and none is configured; set serving_plan_sources.pack to its "
+        "repository and commit (profile 8x), or set serving_image_recipe: own"
+    ]
+
+
+def folder_source(source: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the source of one folder of a pack.
+
+    :returns: an empty mapping where the pack's source does not tell it: a mirror and a digest name one artifact.
+    """
+    kind = source.get("type")
+    own = {name: value for name, value in source.items() if name not in ("include", "exclude", "digest")}
+    if kind == "peer":
+        # A node keeps artifacts by their names.
+        return own
+    if kind == "path" and isinstance(source.get("path"), str) and not source.get("digest"):
+        return {**own, "path": f"{source['path'].rstrip('/')}/{folder}"}
+    if kind == "hub" or (kind == "archive" and not source.get("digest")):
+        above = source.get("folder")
+        return {**own, "folder": f"{above.rstrip('/')}/{folder}" if isinstance(above, str) and above else folder}
+    return {}
+
+
 def source_identity(source: dict[str, Any]) -> dict[str, Any]:
     """Return what tells one source from another: its fields without empty ones and without the way bytes take."""
     own = {name: value for name, value in source.items() if name not in _WAYS and value not in (None, "", [])}
@@ -117,7 +161,8 @@ def source_words(source: dict[str, Any]) -> str:
     if kind == "peer":
         return f"node {source.get('node') or '?'}"
     if kind in ("path", "archive"):
-        return f"{source.get('path') or '?'}{' as it lies there' if source.get('adopt') else ''}"
+        folder = f", folder {source['folder']}" if source.get("folder") else ""
+        return f"{source.get('path') or '?'}{folder}{' as it lies there' if source.get('adopt') else ''}"
     return "nowhere: generated on the node"
 
 

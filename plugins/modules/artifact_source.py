@@ -80,7 +80,7 @@ from urllib.parse import quote
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.urls import open_url
-from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store import files_below
+from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store import taken_below
 from ansible_collections.serving.gpu_node.plugins.module_utils.listing import (
     Listing,
     ListingError,
@@ -179,7 +179,7 @@ def look_at_folder(source: dict[str, Any]) -> Listing:
         raise SourceError(f"{folder} is no folder on this node; mount it, or correct the source's path")
     return {
         name: {"size": file.stat().st_size, "sha256": None, "git_sha1": None, "xet": False}
-        for name, file in files_below(folder).items()
+        for name, file in taken_below(source).items()
     }
 
 

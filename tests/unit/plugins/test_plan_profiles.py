@@ -398,7 +398,7 @@ def test_a_bare_node_has_a_plan_by_pci_address() -> None:
     assert all(item["release"] == "auto" for item in plan["replicas"])
     # and the driver, once there, completes it to what it would have been
     cards = two_sockets()["gpus"]
-    assert ids(resolve_plan(plan, DIGESTS, IMAGE, cards)) == ids(resolved(name="8x"))
+    assert ids(resolve_plan(plan, DIGESTS, IMAGE, cards, [record()])) == ids(resolved(name="8x"))
 
 
 def test_a_card_that_the_driver_does_not_see_resolves_nothing() -> None:
@@ -407,7 +407,7 @@ def test_a_card_that_the_driver_does_not_see_resolves_nothing() -> None:
     cards[6]["uuid"] = ""
     del cards[1]
     with pytest.raises(ResolveError) as caught:
-        resolve_plan(plan, DIGESTS, IMAGE, cards)
+        resolve_plan(plan, DIGESTS, IMAGE, cards, [record()])
     assert [text.split(";")[0] for text in caught.value.problems] == [
         "replica 0: the driver does not see GPU 0000:01:00.0",
         "replica 1: the driver does not see GPU 0000:06:00.0",
@@ -631,9 +631,9 @@ def test_any_node_has_a_valid_plan_or_sentences(machine: tuple[str, dict[str, An
     assert intent(fitting, {**node, "links": node["links"][::-1]}, name=name)["replicas"] == plan["replicas"]
     assert describe_plan(plan, node["releases"])
     if node["driver"]["version"]:
-        complete = resolve_plan(plan, DIGESTS, IMAGE, node["gpus"])
+        complete = resolve_plan(plan, DIGESTS, IMAGE, node["gpus"], [record()])
         assert describe_plan(complete, node["releases"])
         assert all(len(replica["release"]) == 12 for replica in complete["replicas"])
     else:
         with pytest.raises(ResolveError):
-            resolve_plan(plan, DIGESTS, IMAGE, [{**card, "uuid": ""} for card in node["gpus"]])
+            resolve_plan(plan, DIGESTS, IMAGE, [{**card, "uuid": ""} for card in node["gpus"]], [])

@@ -6,9 +6,13 @@ import copy
 from typing import Any
 
 import pytest
+from ansible_collections.serving.gpu_node.plugins.module_utils.listing import select
 from ansible_collections.serving.gpu_node.plugins.module_utils.sources import (
     check_source,
+    folder_source,
     lay_sources,
+    recipe_problems,
+    recipe_source,
     source_identity,
     source_key,
     source_words,
@@ -57,7 +61,7 @@ def test_another_type_takes_nothing_over() -> None:
 
 
 def test_a_source_where_the_profile_has_none() -> None:
-    assert lay({"drafter": PACK}) == {"model": MODEL, "drafter": PACK}
+    assert lay({"drafter": PACK}) == {"model": MODEL, "drafter": PACK, "pack": {}}
 
 
 def test_the_name_of_the_artifact_stays_and_nothing_given_is_changed() -> None:
@@ -145,7 +149,7 @@ def test_what_nobody_has_filled_in_yet_is_no_mistake(source: dict[str, Any], mis
         ({"path": "/srv/model"}, "type is missing; write type: hub, mirror, peer, path or archive"),
         (
             {"type": "path", "path": "/srv/model", "revision": COMMIT},
-            "unknown field 'revision' of a source of type path; it has path, adopt, digest",
+            "unknown field 'revision' of a source of type path; it has path, include, exclude, adopt, digest",
         ),
         (
             {"type": "path", "path": "srv/model"},
@@ -270,16 +274,83 @@ def test_any_source_is_in_order_or_gets_sentences(source: dict[Any, Any]) -> Non
 
 @given(
     st.dictionaries(
-        st.sampled_from(["model", "drafter"]) | ANYTHING.filter(lambda key: key.__hash__), ANYTHING | SOURCES
+        st.sampled_from(["model", "drafter", "pack"]) | ANYTHING.filter(lambda key: key.__hash__), ANYTHING | SOURCES
     )
 )
 def test_any_mapping_is_laid_over_or_gets_sentences(sources: dict[Any, Any]) -> None:
     laid, problems = lay_sources(artifacts(), sources)
-    assert list(laid) == ["model", "drafter"]
-    wrong = [key for key, source in sources.items() if key not in ("model", "drafter") or not isinstance(source, dict)]
+    assert list(laid) == ["model", "drafter", "pack"]
+    wrong = [key for key, source in sources.items() if key not in laid or not isinstance(source, dict)]
     assert len(problems) >= len(wrong)
     for key in laid:
         check_source(key, laid[key]["source"])
+
+
+# Packs
+
+
+def test_of_a_pack_only_the_recipe_is_taken_in_both_layouts() -> None:
+    for source in (
+        {"type": "hub", "repository": "example/pack", "revision": COMMIT},
+        {"type": "path", "path": "/srv/pack"},
+        {"type": "archive", "path": "/srv/pack.tar", "folder": "pack"},
+    ):
+        narrowed = recipe_source(source)
+        assert check_source("pack", narrowed) == ([], [])
+        files = ["recipe/docker/build.sh", "docker/build.sh", "model.safetensors", "recipe/head.safetensors", "a/b.sh"]
+        assert list(select(files, "", narrowed["include"], narrowed["exclude"])) == files[:2]
+    assert recipe_source({"type": "path", "path": "/srv/pack", "include": ["x/"]})["include"] == ["x/"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "mirror", "url": "https://m.example/pack", "digest": DIGEST},
+        {"type": "peer", "node": "n1"},
+        {"type": "path", "path": "/srv/pack", "digest": DIGEST},
+        {"type": 5},
+    ],
+)
+def test_a_source_that_names_its_content_is_not_narrowed(source: dict[str, Any]) -> None:
+    assert recipe_source(source) == source
+
+
+@pytest.mark.parametrize(
+    ("source", "drafter"),
+    [
+        (
+            {
+                "type": "hub",
+                "repository": "a/b",
+                "revision": COMMIT,
+                "endpoint": "https://c.example",
+                "include": ["x/"],
+            },
+            {"type": "hub", "repository": "a/b", "revision": COMMIT, "endpoint": "https://c.example", "folder": "d"},
+        ),
+        ({"type": "hub", "repository": "a/b", "folder": "x/"}, {"type": "hub", "repository": "a/b", "folder": "x/d"}),
+        ({"type": "path", "path": "/srv/pack/"}, {"type": "path", "path": "/srv/pack/d"}),
+        ({"type": "path", "path": "/p", "adopt": True}, {"type": "path", "path": "/p/d", "adopt": True}),
+        ({"type": "archive", "path": "/p.tar"}, {"type": "archive", "path": "/p.tar", "folder": "d"}),
+        ({"type": "peer", "node": "n1", "digest": DIGEST}, {"type": "peer", "node": "n1"}),
+        ({"type": "mirror", "url": "https://m.example/pack", "digest": DIGEST}, {}),
+        ({"type": "path", "path": "/srv/pack", "digest": DIGEST}, {}),
+        ({"type": "archive", "path": "/srv/pack", "digest": DIGEST}, {}),
+        ({"type": "path"}, {}),
+        ({"type": ["hub"]}, {}),
+        ({}, {}),
+    ],
+)
+def test_where_a_folder_of_a_pack_comes_from(source: dict[str, Any], drafter: dict[str, Any]) -> None:
+    assert folder_source(source, "d") == drafter
+
+
+def test_a_recipe_that_nobody_has_is_refused_with_the_remedy() -> None:
+    (problem,) = recipe_problems("pack", False)
+    assert problem.startswith(
+        "serving_image_recipe: pack needs a pack, and none is configured; set serving_plan_sources.pack"
+    )
+    assert recipe_problems("pack", True) == recipe_problems("auto", False) == recipe_problems("own", False) == []
 
 
 # Keys

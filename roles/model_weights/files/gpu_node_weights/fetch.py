@@ -26,6 +26,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store im
     stamp,
     write_json,
 )
+from ansible_collections.serving.gpu_node.plugins.module_utils.listing import take
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import (
     MANIFEST,
     SHORT,
@@ -269,7 +270,7 @@ class Fetch:
 
     def _get_folder(self) -> str:
         path = self._request.source["path"]
-        files = local.source_folder(path)
+        files = local.source_folder(self._request.source)
         wanted = self._folder_listing(Path(path), files)
         self._count, self._total = len(wanted), sum(item.size for item in wanted.values())
         if self._request.source.get("adopt"):
@@ -320,10 +321,11 @@ class Fetch:
             return {name: Wanted(name, file.stat().st_size) for name, file in files.items()}
         except ManifestError as error:
             raise WeightsError(f"{folder / MANIFEST}: {error}; copy the folder again") from error
-        lacking = [name for name in listed if name not in files]
+        taken = take(self._request.source, list(listed))
+        lacking = [name for name in taken if name not in files]
         if lacking:
             raise WeightsError(f"{folder} lacks {lacking[0]}, which its manifest lists; copy the folder again")
-        return {name: Wanted(name, entry["size"], entry["sha256"]) for name, entry in listed.items()}
+        return {name: Wanted(name, listed[name]["size"], listed[name]["sha256"]) for name in taken}
 
     def _hash_adopted(self, files: dict[str, Path], wanted: dict[str, Wanted]) -> None:
         names = {files[name]: name for name in wanted}
@@ -347,7 +349,7 @@ class Fetch:
             seen.add(name)
             return there.get(name) == size
 
-        for name, size, stream in local.archive_members(path, skip):
+        for name, size, stream in local.archive_members(self._request.source, skip):
             self._need_space(size)
             part = self._incoming / "parts" / f"{name}.part"
             local.write_member(path, stream, part, lambda count: self._beat_now())
@@ -359,7 +361,10 @@ class Fetch:
             (self._files / name).unlink()
             del self._verified[name]
         if not self._verified:
-            raise WeightsError(f"{path} holds no file; give an archive of the artifact's folder")
+            raise WeightsError(
+                f"{path} holds no file to take; give an archive of the artifact's folder, or correct the source's "
+                "folder, include and exclude"
+            )
         return f"unpacked from {path}"
 
     def _get_generated(self) -> str:

@@ -11,9 +11,10 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store import BLOCK, files_below
+from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store import BLOCK, taken_below
+from ansible_collections.serving.gpu_node.plugins.module_utils.listing import take
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import MANIFEST, path_problem
 from ansible_collections.serving.gpu_node.plugins.module_utils.tiny_model import model_files
 
@@ -25,11 +26,12 @@ Tick = Callable[[int], None]
 _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
-def source_folder(path: str) -> dict[str, Path]:
-    """Return the files of an operator's folder by relative path.
+def source_folder(source: dict[str, Any]) -> dict[str, Path]:
+    """Return the files that a source of type ``path`` takes from its folder, by relative path.
 
-    :raises WeightsError: when there is no such folder, it is empty, or a name in it cannot be one of an artifact.
+    :raises WeightsError: when there is no such folder, nothing to take in it, or a name that cannot be an artifact's.
     """
+    path = source["path"]
     folder = Path(path)
     if not folder.is_dir():
         raise WeightsError(f"{path} is no folder on this node; mount it, or correct the source's path")
@@ -40,9 +42,10 @@ def source_folder(path: str) -> dict[str, Path]:
         raise WeightsError(
             f"{links[0]} is a link to a folder, whose files would be missed; give a folder without such links"
         )
-    files = {name: file for name, file in files_below(folder).items() if not name.startswith(".cache/")}
+    files = {name: file for name, file in taken_below(source).items() if not name.startswith(".cache/")}
     if not files:
-        raise WeightsError(f"{path} holds no file; correct the source's path")
+        narrowed = " that its include and exclude take" if source.get("include") or source.get("exclude") else ""
+        raise WeightsError(f"{path} holds no file{narrowed}; correct the source's path")
     problems = [problem for problem in map(path_problem, files) if problem]
     if problems:
         raise WeightsError(f"{path}: {'; '.join(problems[:5])}")
@@ -84,11 +87,12 @@ def _share_blocks(taken: IO[bytes], given: IO[bytes]) -> bool:
     return True
 
 
-def archive_members(path: str, skip: Callable[[str, int], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield name, size and stream of every file in an archive, without those to skip.
+def archive_members(source: dict[str, Any], skip: Callable[[str, int], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
+    """Yield name, size and stream of every file that a source of type ``archive`` takes, without those to skip.
 
     :raises WeightsError: when it is no archive, ends early, or names a path outside an artifact.
     """
+    path = source["path"]
     if not Path(path).is_file():
         raise WeightsError(f"{path} is no file on this node; copy it there, or correct the source's path")
     try:
@@ -101,8 +105,9 @@ def archive_members(path: str, skip: Callable[[str, int], bool]) -> Iterator[tup
                 if problem or not member.isfile():
                     raise WeightsError(f"{path} cannot be unpacked: {problem or f'{name!r} is no ordinary file'}")
                 stream = archive.extractfile(member)
-                if stream and not skip(name, member.size):
-                    yield name, member.size, stream
+                taken = take(source, [name]).get(name)
+                if stream and taken and not skip(taken, member.size):
+                    yield taken, member.size, stream
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
             raise
