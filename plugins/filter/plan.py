@@ -32,13 +32,17 @@ def intent_plan(
 
 
 def resolved_plan(
-    plan: dict[str, Any], digests: dict[str, str], image: dict[str, str], gpus: list[dict[str, Any]]
+    plan: dict[str, Any],
+    digests: dict[str, str],
+    image: dict[str, str],
+    gpus: list[dict[str, Any]],
+    qualification: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Complete an intent plan; see ``release.resolve_plan``."""
     if plan.get("state") not in ("intent", "resolved"):
         raise AnsibleFilterError("resolved_plan needs a plan; run the role serving_plan first")
     try:
-        return resolve_plan(plan, digests, image, gpus)
+        return resolve_plan(plan, digests, image, gpus, qualification)
     except ResolveError as error:
         raise AnsibleFilterError(str(error)) from error
 

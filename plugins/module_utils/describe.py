@@ -10,8 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import canonical
+from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import describe_switches
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import STATE, release_of
-from ansible_collections.serving.gpu_node.plugins.module_utils.settings import AUTO, recipe_environment
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
+    AUTO,
+    environment_names,
+    recipe_environment,
+)
 from ansible_collections.serving.gpu_node.plugins.module_utils.sources import source_words
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
 
@@ -146,6 +151,7 @@ def describe_plan(plan: dict[str, Any], running: dict[str, dict[str, Any]]) -> l
     lines += [f"to be filled in before site.yml can fetch: {what}" for what in plan["missing"]]
     lines += _section("the machine", _picture(plan))
     lines += _section("budgets, for each replica", _budget_lines(plan["budgets"]))
+    lines += _section("kernels, by what was found on this node's GPUs", describe_switches(plan["kernels"]))
     lines += _section("engine", _engine_lines(plan["replicas"], plan["settings"]))
     lines += _section("what changes", _change_lines(plan, running))
     return lines
@@ -192,6 +198,11 @@ def _release_change(plan: dict[str, Any], replica: dict[str, Any], running: dict
     if not running:
         return f"{replica['release']}; none now, will be started"
     differing = []
+    if plan["state"] == "intent":
+        # With what runs now, so that what is known already shows in the intent plan.
+        later = environment_names(plan["kernels"].get("wanted", {}))
+        kept = {name: value for name, value in running.get("env", {}).items() if name in later}
+        replica = {**replica, "env": {**replica["env"], **kept}}
     for part in ("engine_args", "env"):
         want, have = replica[part], running.get(part, {})
         for name in sorted(set(want) | set(have)):
@@ -204,7 +215,6 @@ def _release_change(plan: dict[str, Any], replica: dict[str, Any], running: dict
     differing += _gpu_changes(replica["gpus"], running.get("gpus", []))
     release = replica["release"]
     if release == AUTO:
-        # With what runs now, so that what is known already shows in the intent plan.
         same = dict(replica)
         same.update({part: running[part] for part in ("model", "image", "drafter") if part in running})
         release = release_of(plan, same)["id"]

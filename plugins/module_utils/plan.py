@@ -27,6 +27,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.placement import 
     select_gpus,
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.profile_budget import Budget, budget
+from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import wanted_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     AUTO,
     SettingsError,
@@ -299,6 +300,8 @@ def build_plan(
         "artifacts": artifacts,
         "image": profile["image"],
         "topology": {name: topology[name] for name in ("numa_nodes", "gpus", "links", "driver", "memory_bytes")},
+        # What the kernels' switches wait for; release.resolve_plan decides them.
+        "kernels": wanted_kernels(profile, settings, overrides),
         "budgets": sums.bars,
         "expected": sums.expected,
         "warnings": [*topology["warnings"], *warnings, *sums.warnings],

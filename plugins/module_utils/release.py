@@ -14,6 +14,8 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args impor
     config_lines,
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.manifest import SHORT, canonical, digest
+from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import decide
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import recipe_environment
 
 STATE = "/var/lib/gpu-node"
 CONFIG = "/etc/gpu-node"
@@ -67,6 +69,11 @@ def release_of(plan: dict[str, Any], replica: dict[str, Any]) -> dict[str, Any]:
     What does not change the container (the balancer, timeouts of the unit, other replicas) is not in it, so changing
     those restarts nothing.
     """
+    # An image of another hand may have an entry point of its own, which would take the command for its arguments.
+    podman_args = _podman_args(replica, plan["container"])
+    command = ["vllm", "serve", "--config", ENGINE_CONFIG_PATH]
+    if plan["device"] == "cuda":
+        podman_args, command = [*podman_args, "--entrypoint", command[0]], command[1:]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu["uuid"] for gpu in replica["gpus"])} if replica["gpus"] else {}
     release: dict[str, Any] = {
         "schema": 1,
@@ -80,8 +87,8 @@ def release_of(plan: dict[str, Any], replica: dict[str, Any]) -> dict[str, Any]:
         "cpus": replica["cpus"],
         "memory_nodes": replica["memory_nodes"],
         "gpus": replica["gpus"],
-        "podman_args": _podman_args(replica, plan["container"]),
-        "command": ["vllm", "serve", "--config", ENGINE_CONFIG_PATH],
+        "podman_args": podman_args,
+        "command": command,
         "engine_args": replica["engine_args"],
         "env": {**replica["env"], **visible},
     }
@@ -120,15 +127,23 @@ def release_files(release: dict[str, Any]) -> dict[str, str]:
 
 
 def resolve_plan(
-    plan: dict[str, Any], digests: dict[str, str], image: dict[str, str], gpus: list[dict[str, Any]]
+    plan: dict[str, Any],
+    digests: dict[str, str],
+    image: dict[str, str],
+    gpus: list[dict[str, Any]],
+    qualification: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the resolved plan: digests and UUIDs in place of ``auto``, and the release of every replica.
 
+    The kernels' switches are decided here, since what a check found on the GPUs decides them.
+
     :param plan: an intent plan.
     :param digests: by artifact (``model``, ``drafter``) 64 hex digits, the digest of its manifest.
-    :param image: ``{"ref": name, "id": 64 hex digits}``.
+    :param image: ``{"ref": name, "id": 64 hex digits}``; what else it tells (``recipe``) is no part of a release.
     :param gpus: what ``gpu_topology`` says of the GPUs now.
-    :raises ResolveError: when the driver has no UUID for a GPU of the plan.
+    :param qualification: a record for each model of GPU (see ``qualification``).
+    :raises ResolveError: when the driver has no UUID for a GPU of the plan, an artifact is missing, or a switch that is
+        needed has no report that allows it.
     """
     uuids = {gpu["pci_address"]: gpu["uuid"] for gpu in gpus}
     unseen = [
@@ -143,8 +158,9 @@ def resolve_plan(
         for key in plan["artifacts"]
         if key not in digests
     ]
-    if unseen:
-        raise ResolveError(unseen)
+    decisions = decide(plan, qualification, image.get("recipe", ""))
+    if unseen or decisions.problems:
+        raise ResolveError([*unseen, *decisions.problems])
     replicas = []
     for intent in plan["replicas"]:
         drafter = {**intent["drafter"], "digest": digests["drafter"]} if intent["drafter"] else None
@@ -153,11 +169,19 @@ def resolve_plan(
             "gpus": [{**gpu, "uuid": uuids[gpu["pci_address"]]} for gpu in intent["gpus"]],
             "model": {**intent["model"], "digest": digests["model"]},
             "drafter": drafter,
-            "image": dict(image),
+            "image": {"ref": image["ref"], "id": image["id"]},
+            "env": {**intent["env"], **recipe_environment(decisions.values)},
         }
         release = release_of(plan, replica)
         replicas.append({**replica, "release": release["id"], "files": _all_files(release)})
-    return {**plan, "state": "resolved", "replicas": replicas}
+    return {
+        **plan,
+        "state": "resolved",
+        "settings": decisions.settings,
+        "kernels": {**plan["kernels"], "switches": decisions.switches} if plan["kernels"] else {},
+        "warnings": [*plan["warnings"], *(text for text in decisions.warnings if text not in plan["warnings"])],
+        "replicas": replicas,
+    }
 
 
 def _all_files(release: dict[str, Any]) -> dict[str, str]:

@@ -90,6 +90,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "chunked_indexer": Setting("flag", "", "decodes the sparse indexer in chunks of whole sequences", "DS41_IDX_CHUNK"),
     "length_aware_topk": Setting("flag", "", "top-k of the indexer over each sequence's own length", "DS41_ROWTOPK"),
+    "candidate_kernels": Setting(
+        "flag", "", "chooses the indexer's candidate blocks, and within them, with kernels of our own", "DS41_CAND"
+    ),
     "moe_kernel": Setting("flag", "", "the deterministic MoE kernel for decode batches", "DS41_XMOE"),
     "moe_flat_max_rows": Setting(
         "int",
@@ -219,6 +222,11 @@ def _value(name: str, key: str, value: Any) -> Any:
     return value
 
 
+def given_settings(overrides: dict[str, Any]) -> set[str]:
+    """Return our names of the settings that the operator wrote, also where the profile has the same value."""
+    return {_BY_ENVIRONMENT.get(key, key) for key in overrides}
+
+
 def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Lay overrides over a profile's defaults.
 
@@ -254,6 +262,11 @@ def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dic
     if problems:
         raise SettingsError(problems)
     return settings
+
+
+def environment_names(names: Iterable[str]) -> set[str]:
+    """Return the recipe's names of settings."""
+    return {SETTINGS[name].environment for name in names}
 
 
 def recipe_environment(settings: dict[str, Any]) -> dict[str, str]:

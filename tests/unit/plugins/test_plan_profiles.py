@@ -29,6 +29,7 @@ from tests.unit.plugins.samples import (
     listener,
     numa_node,
     profile,
+    record,
     resolved,
     two_cards,
     two_sockets,
@@ -121,6 +122,7 @@ def test_the_8x_recipe_is_recognisable() -> None:
         "DS41_DRAFTER": "code",
         "XMOE_FLAT_MAX_BSZ": "1152",
         # the kernels' own switches
+        "DS41_CAND": "1",
         "DS41_XMOE": "1",
         "DS41_AR8": "1",
         "DS41_AR8_MIN_ROWS": "64",
@@ -130,7 +132,7 @@ def test_the_8x_recipe_is_recognisable() -> None:
         "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    plan = resolved(name="8x")
+    plan = resolved(name="8x", image={**IMAGE, "recipe": "pack"})
     for index in range(2):
         found = environment(plan, index)
         assert {name: found.get(name) for name in recipe} == recipe
@@ -218,6 +220,50 @@ def test_the_head_that_comes_with_the_model() -> None:
     # with the code head it is there
     mounts = [part for part in release(resolved(name="8x"))["podman_args"] if part.endswith(":/drafter:ro")]
     assert mounts == [f"/var/lib/gpu-node/artifacts/drafter-code-k7/{DRAFTER[:12]}:/drafter:ro"]
+
+
+OWN_PACK = {name: value for name, value in PACK.items() if name != "folder"}
+
+
+def test_a_pack_is_an_artifact_and_gives_the_drafter_too() -> None:
+    plan = intent({}, name="8x", sources={"model": REVISION, "pack": OWN_PACK})
+    assert plan["missing"] == []
+    assert list(plan["artifacts"]) == ["model", "pack", "drafter"]
+    assert plan["artifacts"]["pack"]["name"] == "pack-8x"
+    assert "recipe/" in plan["artifacts"]["pack"]["source"]["include"]
+    assert plan["artifacts"]["drafter"] == {"name": "drafter-code-k7", "source": PACK}
+    assert plan["replicas"][0]["drafter"]["name"] == "drafter-code-k7"
+
+
+def test_a_drafter_of_its_own_goes_before_the_packs() -> None:
+    own = {"type": "path", "path": "/srv/head"}
+    plan = intent({}, name="8x", sources={"model": REVISION, "pack": OWN_PACK, "drafter": own})
+    assert plan["artifacts"]["drafter"]["source"] == own
+    plan = intent({"drafter": "released"}, name="8x", sources={"model": REVISION, "pack": OWN_PACK})
+    assert list(plan["artifacts"]) == ["model", "pack"]
+
+
+def test_what_lacks_in_a_packs_source_is_said_once() -> None:
+    plan = intent({}, name="8x", sources={"model": REVISION, "pack": {**OWN_PACK, "revision": ""}})
+    assert plan["missing"] == ["serving_plan_sources: pack: revision of the source of type hub"]
+    mirror = {"type": "mirror", "url": "https://m.example/pack", "digest": "a" * 64}
+    with pytest.raises(PlanError) as caught:
+        intent({}, name="8x", sources={"model": REVISION, "pack": mirror})
+    (problem,) = caught.value.problems
+    assert problem.startswith("drafter: 'code' has no source")
+
+
+def test_an_images_own_entry_point_is_not_asked() -> None:
+    for name in ("8x", "2x"):
+        found = release(resolved(name=name))
+        assert found["podman_args"][-2:] == ["--entrypoint", "vllm"]
+        assert found["command"] == ["serve", "--config", "/etc/vllm/engine.yaml"]
+
+
+def test_how_an_image_was_made_is_no_part_of_a_release() -> None:
+    image = {"ref": "localhost/x:1", "id": "b" * 64}
+    plan = resolved(name="8x", image={**image, "recipe": "pack"})
+    assert plan["replicas"][0]["image"] == release(plan)["image"] == image
 
 
 def test_without_a_drafter() -> None:
