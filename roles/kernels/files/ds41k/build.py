@@ -93,10 +93,15 @@ class Toolchain:
     torch_version: str
 
 
-def run(argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+def run(argv: Sequence[str | Path], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [str(word) for word in argv], capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+            [str(word) for word in argv],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
         )
     except subprocess.TimeoutExpired:
         raise BuildError(f"{argv[0]} did not end within {TIMEOUT_S} s") from None
@@ -271,9 +276,11 @@ def link(tools: Toolchain, library: Library, objects: Sequence[Path], arches: Se
     argv: list[str | Path] = [tools.nvcc, "-shared", "-cudart", "static", *objects, "-o", target]
     for arch in arches:
         argv += ["-gencode", f"arch={arch.replace('sm', 'compute')},code={arch}"]
-    argv += ["-Xlinker", "--no-as-needed", "-L", folder, "-ltorch", "-ltorch_cpu"]
+    # nvcc writes the path of the libraries' folder, and names of files with its process number, into what it makes.
+    # Without both the same inputs give the same bytes.
+    argv += ["-Xlinker", "--no-as-needed", "-L", ".", "-ltorch", "-ltorch_cpu", "-Xlinker", "--strip-all"]
     argv += ["-Xlinker", f"--version-script={script}", "-Xlinker", "--build-id=none"]
-    done = run(argv)
+    done = run(argv, folder)
     if done.returncode != 0:
         raise BuildError(f"{library.name} does not link: {last_line(done.stderr + done.stdout)}")
     return target
@@ -319,7 +326,7 @@ def build(library: Library, tools: Toolchain, arches: Sequence[str], out: Path) 
     if up_to_date(out, library, key):
         return False
     with tempfile.TemporaryDirectory(dir=out, prefix=".build-") as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         sources = library.sources()
         objects = [folder / f"{source.name}.o" for source in sources]
         with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
