@@ -216,6 +216,20 @@ def test_a_kernel_that_spills_is_refused_and_the_old_library_stays(
     assert (out / NAME).read_text(encoding="utf-8") == "older"
 
 
+def test_the_same_inputs_give_the_same_bytes(
+    torch_path: Path, nvcc: Path, sources: build.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that every node's library is the same one; each build has another process number and temporary folder."""
+    tools = real_tools(torch_path, nvcc, monkeypatch)
+    (sources.folder / "kernels.cu").write_text("__global__ void one(int* out) { *out = 1; }\n", encoding="utf-8")
+    made = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        assert build.build(sources, tools, ("sm_90a",), tmp_path / name)
+        made.append((tmp_path / name / NAME).read_bytes())
+    assert made[0] == made[1]
+
+
 def test_a_source_that_does_not_compile_is_one_line(
     torch_path: Path, nvcc: Path, sources: build.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

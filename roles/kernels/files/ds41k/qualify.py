@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from ds41k import cases, library, peers, reference, timing
+from ds41k.chunks import chunk_rows
 
 NOT_QUALIFIED = 3
 KERNELS = ("rowtopk", "cand_blocks", "cand_topk")
+# Beside the kernels' verdicts: all of them over chunks of rows, as the decode step in chunks calls them.
+CHUNKS = "chunks"
 K = 512
 BLOCKS = 2048
 WIDTH = 1 << 20
@@ -92,6 +95,30 @@ def check_case(case: cases.Case, verdicts: dict[str, Verdict], k: int) -> None:
     verdicts["cand_topk"].check(f"{case.name} k={k}", out, reference.cand_topk(logits, lens, wanted, k))
 
 
+def run_ranges(case: cases.Case, ranges: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """Return what the kernels choose when each range of rows is a call of its own."""
+    rows, device = case.logits.shape[0], case.logits.device
+    found = {name: poisoned(rows, BLOCKS if name == "cand_blocks" else K, device) for name in KERNELS}
+    for first, last in ranges:
+        logits, lens = case.logits[first:last], case.lens[first:last]
+        blocks = found["cand_blocks"][first:last]
+        library.rowtopk(logits, lens, found["rowtopk"][first:last], K)
+        library.cand_blocks(logits, lens, blocks)
+        library.cand_topk(logits, lens, blocks, found["cand_topk"][first:last], K)
+    return found
+
+
+def check_chunks(case: cases.Case, verdict: Verdict) -> None:
+    """Compare calls over chunks of rows with a single call over all of them."""
+    rows, width = case.logits.shape
+    whole = run_ranges(case, [(0, rows)])
+    # A third of the rows at a time, the last chunk smaller, and one row at a time.
+    for at_once in {max(1, rows // 3), 1}:
+        chunked = run_ranges(case, chunk_rows(rows, 1, width, 4 * width * at_once))
+        for name in KERNELS:
+            verdict.check(f"{name} {case.name} in chunks of {at_once}", chunked[name], whole[name])
+
+
 def check_all(device: torch.device, verdicts: dict[str, Verdict], quick: bool) -> None:
     """Run every case; the middle ones with the other values of k, too."""
     for number, case in enumerate(cases.cases(device)):
@@ -99,6 +126,9 @@ def check_all(device: torch.device, verdicts: dict[str, Verdict], quick: bool) -
             continue
         for k in (512, 1024, 2048) if number < len(cases.DISTRIBUTIONS) else (512,):
             check_case(case, verdicts, k)
+        # values as they come, and values with many ties
+        if case.name.startswith(("normal", "few_levels")):
+            check_chunks(case, verdicts[CHUNKS])
 
 
 def time_shapes(device: torch.device, found: peers.Peers, verdicts: dict[str, Verdict], quick: bool) -> None:
@@ -198,7 +228,7 @@ def qualify(vllm: Path | None, quick: bool, say: Callable[[str], None]) -> dict[
     device = torch.device("cuda", 0)
     manifest = library.path().with_name("manifest.json")
     built = json.loads(manifest.read_text(encoding="utf-8")).get(library.NAME, {}) if manifest.is_file() else {}
-    verdicts = {name: Verdict() for name in KERNELS}
+    verdicts = {name: Verdict() for name in (*KERNELS, CHUNKS)}
     say("comparing with the references ...")
     check_all(device, verdicts, quick)
     found = peers.find(vllm)
@@ -233,7 +263,8 @@ def describe(report: dict[str, Any]) -> str:
                 f"{shape['speedup']:>9.2f}x  {others}"
             )
     for name, kernel in report["kernels"].items():
-        verdict = f"correct: {kernel['correct']}, faster: {kernel['faster']} ({kernel['checks']} checks)"
+        speed = f", faster: {kernel['faster']}" if kernel["shapes"] else ""
+        verdict = f"correct: {kernel['correct']}{speed} ({kernel['checks']} checks)"
         lines.append("\n".join([f"{name}: {verdict}", *(f"  {failure}" for failure in kernel["failures"])]))
     return "\n".join(lines)
 
