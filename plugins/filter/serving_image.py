@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.serving.gpu_node.plugins.module_utils import image_inputs, patch_series
+from ansible_collections.serving.gpu_node.plugins.module_utils import image_inputs, image_share, patch_series
 
 
 def image_patches(series: list[dict[str, Any]], profile: str, package: str, version: str) -> list[str]:
@@ -40,8 +40,10 @@ class FilterModule:
             "image_input_problems": image_inputs.input_problems,
             "image_key": image_inputs.image_key,
             "image_labels": image_inputs.image_labels,
+            "image_maker": image_share.maker,
             "image_patches": image_patches,
             "image_pinned": image_inputs.pinned,
             "image_reference": image_inputs.parse_reference,
             "image_series_problems": patch_series.series_problems,
+            "image_takers": image_share.takers,
         }

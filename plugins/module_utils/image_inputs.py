@@ -48,7 +48,9 @@ def pinned(reference: dict[str, str], digest: str = "") -> str:
     return f"{reference['repository']}@{digest or reference['digest']}"
 
 
-def input_problems(device: str, base: str, prebuilt: str, archive: str, wheel: str, allow_tag: bool) -> list[str]:
+def input_problems(
+    device: str, base: str, prebuilt: str, archive: str, wheel: str, allow_tag: bool, registry: str = ""
+) -> list[str]:
     """Return a sentence for each input of the role that cannot be used, before anything changes.
 
     :param device: the plan's (``cpu``, ``cuda``).
@@ -57,8 +59,9 @@ def input_problems(device: str, base: str, prebuilt: str, archive: str, wheel: s
     :param archive: an archive to load; empty when it is not loaded.
     :param wheel: path of our plugin's wheel; empty when there is none.
     :param allow_tag: whether ``base`` may be a tag, whose digest is then looked up once.
+    :param registry: where a fleet keeps its image, with a folder; empty when there is no such place.
     """
-    problems = []
+    problems = _registry_problems(registry) if registry else []
     if prebuilt and archive:
         problems.append(
             "serving_image_prebuilt and serving_image_archive are both set: an image comes from one of them"
@@ -70,6 +73,18 @@ def input_problems(device: str, base: str, prebuilt: str, archive: str, wheel: s
         if wheel and not re.fullmatch(r"/.+/[^/]+-[^/]+-[^/]+-[^/]+-[^/]+\.whl", wheel):
             problems.append(f"serving_image_plugin_wheel: {wheel} is no path of a wheel on the node")
     return problems
+
+
+def _registry_problems(text: str) -> list[str]:
+    try:
+        reference = parse_reference(text)
+    except ImageReferenceError as error:
+        return [f"serving_image_registry: {error}"]
+    if reference["tag"] or reference["digest"]:
+        return [
+            f"serving_image_registry: {text} names one image; give registry and folder alone, {reference['repository']}"
+        ]
+    return []
 
 
 def _pin_problems(variable: str, text: str, allow_tag: bool) -> list[str]:

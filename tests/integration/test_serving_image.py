@@ -8,56 +8,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 from nodes import Node, Play
-from testhost import ROOT
 
-REGISTRY = "localhost:5000"
-NAME = f"{REGISTRY}/vllm/vllm-openai"
-USER, PASSWORD = "puller", "pull-pass-51c7"
-CREDENTIALS = [{"registry": REGISTRY, "username": USER, "password": PASSWORD}]
+from .images import NAME, PACKAGES, PASSWORD, plan, push, role_play, role_variables, with_registry
+
 BUILD = "/var/lib/gpu-node/build/vllm-cuda"
 PROGRAM = f"PYTHONPATH={BUILD}/program python3 -m gpu_node_image --folder"
-PACKAGES = "usr/local/lib/python3.12/dist-packages"
 PATCHED = f"{PACKAGES}/vllm/models/deepseek_v41/attention.py"
 IMAGE = "localhost/gpu-node/vllm-cuda"
 PATCH = "0001-dsv41-sm120-page-geometry.patch"
-
-REGISTRY_CONFIG = f"""\
-version: 0.1
-storage: {{filesystem: {{rootdirectory: /var/lib/docker-registry}}}}
-http: {{addr: "{REGISTRY}"}}
-auth: {{htpasswd: {{realm: test, path: /etc/docker/registry/users}}}}
-"""
-PREPARE = f"""\
-set -e
-export DEBIAN_FRONTEND=noninteractive
-mkdir -p /etc/docker/registry /etc/containers/registries.conf.d
-printf '[[registry]]\\nlocation="{REGISTRY}"\\ninsecure=true\\n' >/etc/containers/registries.conf.d/test.conf
-python3 -c "import crypt as c; print('{USER}:' + c.crypt('{PASSWORD}', c.mksalt(c.METHOD_BLOWFISH, rounds=16)))" \\
-    >/etc/docker/registry/users
-apt-get -qq update && apt-get -qq install -y --no-install-recommends podman crun skopeo docker-registry >/dev/null 2>&1
-cat >/etc/docker/registry/config.yml
-systemctl restart docker-registry
-mkdir -p /srv/base/root/{PACKAGES} /srv/base/root/var/lib/dpkg /srv/base/root/etc
-cp -r /srv/cache/vllm-0.33.0/. /srv/base/root/{PACKAGES}
-cp /var/lib/dpkg/status /srv/base/root/var/lib/dpkg/status
-cp -L /etc/os-release /srv/base/root/etc/os-release
-printf 'FROM scratch\\nCOPY root/ /\\n' >/srv/base/Containerfile
-echo {PASSWORD} | podman login --authfile /srv/push.json --username {USER} --password-stdin {REGISTRY} >/dev/null
-"""
-
-
-def push(node: Node, image: str, tag: str) -> str:
-    """Push an image, forget it here, and return its digest."""
-    to = f"--authfile /srv/push.json --digestfile /srv/digest {image} {NAME}:{tag}"
-    node.ssh(f"podman push --quiet {to} && podman rmi -af", timeout=180)
-    return node.ssh("cat /srv/digest").strip()
 
 
 def push_variant(node: Node, base: str, tag: str, file: str, change: str) -> str:
@@ -73,13 +36,7 @@ def push_variant(node: Node, base: str, tag: str, file: str, change: str) -> str
 @pytest.fixture(scope="module")
 def node(node: Callable[[str], Node]) -> Node:
     """A node with Podman, a registry, and the stand-in as its tag v0.33.0."""
-    subprocess.run([sys.executable, str(ROOT / "tests" / "engine" / "fetch_vllm.py")], check=True, capture_output=True)
-    one = node("image")
-    if one.run("test -e /srv/base-digest").returncode != 0:
-        one.ssh(PREPARE, stdin=REGISTRY_CONFIG, timeout=300)
-        one.ssh("podman build --quiet --isolation chroot --tag base /srv/base", timeout=120)
-        one.ssh(f"printf %s {push(one, 'base', 'v0.33.0')} >/srv/base-digest")
-    return one
+    return with_registry(node("image"))
 
 
 @pytest.fixture(scope="module")
@@ -87,32 +44,11 @@ def digest(node: Node) -> str:
     return node.ssh("cat /srv/base-digest").strip()
 
 
-def profile() -> dict[str, Any]:
-    text = (ROOT / "roles" / "serving_plan" / "vars" / "8x.yml").read_text()
-    return dict(yaml.safe_load(text)["_serving_plan_profile"]["image"])
-
-
 def run(node: Node, *args: str, **variables: Any) -> Play:
     """The role alone, as on a node of profile 8x that has Podman."""
-    play = {
-        "name": "image",
-        "hosts": "gpu_nodes",
-        "gather_facts": False,
-        "become": True,
-        "roles": [{"role": "serving.gpu_node.serving_image"}],
-    }
     file = node.folder / "image.yml"
-    file.write_text(json.dumps([play]))
-    extra = {
-        "serving_plan_result": {"profile": "8x", "device": "cuda", "image": profile()},
-        "package_access_apt_ready": True,
-        "container_runtime_podman": {"stat": {"exists": True}},
-        "serving_image_archive": "",
-        "serving_image_free_gib": 1,
-        "serving_image_registries": CREDENTIALS,
-        **variables,
-    }
-    return node.playbook(*args, playbook=str(file), extra=extra, timeout=300)
+    file.write_text(json.dumps(role_play(vars={"serving_plan_result": plan()})))
+    return node.playbook(*args, playbook=str(file), extra=role_variables(**variables), timeout=300)
 
 
 def said(play: Play) -> str:

@@ -1,4 +1,4 @@
-"""Nodes that fetch artifacts from a test hub on this machine, which they reach over their own network."""
+"""Nodes of one inventory, which fetch artifacts from a test hub on this machine, or from each other."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ def this_machine(node: Node) -> str:
 class Fleet:
     """Nodes n1, n2, ... of one inventory, and the hub that they fetch from."""
 
-    def __init__(self, nodes: Sequence[Node], hub: Hub, folder: Path) -> None:
+    def __init__(self, nodes: Sequence[Node], hub: Hub | None, folder: Path) -> None:
         self.nodes = {f"n{number}": node for number, node in enumerate(nodes, 1)}
-        self.hub = hub
+        self._hub = hub
         self.folder = folder
         self.runs = 0
-        self.endpoint = f"http://{this_machine(nodes[0])}:{hub.url.rpartition(':')[2]}"
         hosts = {
             name: {
                 "ansible_host": "127.0.0.1",
@@ -44,6 +43,16 @@ class Fleet:
         }
         self.inventory = folder / "hosts.json"
         self.inventory.write_text(json.dumps({"gpu_nodes": {"hosts": hosts}}))
+
+    @property
+    def hub(self) -> Hub:
+        assert self._hub, "this fleet has no hub"
+        return self._hub
+
+    @property
+    def endpoint(self) -> str:
+        """The hub as the nodes reach it."""
+        return f"http://{this_machine(self.nodes['n1'])}:{self.hub.url.rpartition(':')[2]}"
 
     def source(self, repository: Repository, **more: Any) -> dict[str, Any]:
         return {"type": "hub", "repository": repository.name, "revision": repository.revision, **more}
@@ -61,7 +70,6 @@ class Fleet:
         **extra: Any,
     ) -> Playbook:
         """The role on some of the nodes; ``sources`` gives single nodes another source than the others."""
-        self.runs += 1
         artifacts = {"model": {"name": name, "source": source}}
         variables = {
             "model_weights_endpoint": self.endpoint,
@@ -85,12 +93,22 @@ class Fleet:
         }
         if serial:
             play["serial"] = serial
+        return self.start_play([play], variables, *args, on=on, playbook=playbook)
+
+    def start_play(
+        self, plays: list[dict[str, Any]], extra: dict[str, Any], *args: str, on: Sequence[str], playbook: str = ""
+    ) -> Playbook:
+        """Plays of the test's own, or one of the collection's playbooks."""
+        self.runs += 1
         file = self.folder / f"play-{self.runs}.json"
-        file.write_text(json.dumps([play]))
+        file.write_text(json.dumps(plays))
         extra_file = self.folder / f"extra-{self.runs}.json"
         with os.fdopen(os.open(extra_file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
-            json.dump(variables, out)
+            json.dump(extra, out)
         return self._start(*args, "-e", f"@{extra_file}", "-l", ",".join(on), playbook or str(file))
+
+    def play(self, plays: list[dict[str, Any]], extra: dict[str, Any], *args: str, on: Sequence[str]) -> Play:
+        return self.start_play(plays, extra, *args, on=on).finish(900)
 
     def _start(self, *args: str) -> Playbook:
         log = self.folder / f"play-{self.runs}.log"

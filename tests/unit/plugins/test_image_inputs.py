@@ -61,15 +61,21 @@ def test_a_pinned_reference_has_no_tag() -> None:
 
 
 def problems(
-    base: str = f"r.io/x@{DIGEST}", prebuilt: str = "", archive: str = "", wheel: str = "", tag: bool = False
+    base: str = f"r.io/x@{DIGEST}",
+    prebuilt: str = "",
+    archive: str = "",
+    wheel: str = "",
+    tag: bool = False,
+    registry: str = "",
 ) -> str:
-    return "; ".join(input_problems("cuda", base, prebuilt, archive, wheel, tag))
+    return "; ".join(input_problems("cuda", base, prebuilt, archive, wheel, tag, registry))
 
 
 def test_good_inputs_have_no_problems() -> None:
     assert problems() == ""
     assert problems(archive="/a.tar", wheel="/w/ds41k-1-cp312-abi3-linux_x86_64.whl") == ""
     assert problems(base="r.io/x:1", tag=True) == ""
+    assert problems(registry="r.io:5000/gpu-node") == ""
     # A tag of the profile does not matter when nothing is built on it, and the CPU image has no base at all.
     assert problems(base="r.io/x:1", prebuilt=f"r.io/y@{DIGEST}") == ""
     assert input_problems("cpu", "", "", "", "", False) == []
@@ -88,6 +94,8 @@ def test_good_inputs_have_no_problems() -> None:
         ({"prebuilt": "r.io/y:1", "tag": True}, ("serving_image_prebuilt: r.io/y:1 has the tag 1",)),
         ({"prebuilt": f"r.io/y@{DIGEST}", "archive": "/a.tar"}, ("are both set",)),
         ({"wheel": "ds41k.whl"}, ("ds41k.whl is no path of a wheel",)),
+        ({"registry": "r.io"}, ("serving_image_registry: r.io: begin it with its registry",)),
+        ({"registry": "r.io/a/b:1"}, ("r.io/a/b:1 names one image", "folder alone, r.io/a/b")),
     ],
 )
 def test_each_input_that_cannot_be_used_is_said(given: dict[str, str], said: tuple[str, ...]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.image_inputs import build_jobs
+from ansible_collections.serving.gpu_node.plugins.module_utils.image_inputs import LABEL, build_jobs
 from ansible_collections.serving.gpu_node.plugins.module_utils.patch_series import (
     missing_patches,
     refusals,
@@ -26,8 +27,10 @@ from gpu_node_image import podman, trees
 from gpu_node_image.errors import ImageError
 from gpu_node_image.podman import say
 
-# What a build takes when the base is there already: its layers are shared.
-_LAYERS_GIB = 2
+# Of every file that is laid over a base: the same inputs then give the same image, byte for byte, on every node.
+_MADE = 315532800
+# What registries answer about an image that nobody has pushed yet.
+_NOT_THERE = re.compile(r"manifest unknown|name unknown|not found", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,22 @@ class Request:
     wheel: str = ""
     free_gib: int = 0
     auth_file: str = ""
+    # Of an image that a pack's own recipe makes: the pack's folder, the recipe's argument, and the image's name there.
+    pack: str = ""
+    profile: str = ""
+    pack_image: str = ""
+    # Where the fleet keeps its image; empty when nodes make it themselves or take it from each other.
+    shared: str = ""
 
     @property
     def label_arguments(self) -> list[str]:
         """What gives a build its labels."""
         return [f"--label={name}={value}" for name, value in sorted(self.labels.items())]
+
+    @property
+    def auth(self) -> list[str]:
+        """What tells Podman the credentials of registries."""
+        return ["--authfile", self.auth_file] if self.auth_file else []
 
     @property
     def series(self) -> list[tuple[str, str]]:
@@ -79,41 +93,42 @@ def build(request: Request) -> None:
     if podman.exists(request.ref):
         say(f"{request.ref} is there")
         return
-    _require_space(request)
-    environment = _environment()
-    pull(request, request.base, environment, "step 1 of 4")
+    podman.require_space(request.base, request.free_gib)
+    environment = working_environment()
+    _pull(request, environment, "step 1 of 4")
     say("step 2 of 4: the base and the patches")
     overlay = request.folder / "overlay"
     shutil.rmtree(overlay, ignore_errors=True)
     overlay.mkdir()
     with podman.mounted(request.base) as root:
         _lay_over(request, root, overlay)
-    _open_to_all(overlay)
+    finish(request, lay(request, request.base, environment, "step 3 of 4"))
+
+
+def lay(request: Request, base: str, environment: Mapping[str, str], step: str) -> str:
+    """Lay what is in the build's ``overlay/`` over a base, with the labels; return the image, which has no name yet."""
+    _open_to_all(request.folder / "overlay")
     file = request.folder / "image-id"
     # chroot isolation: the build also works where the node is itself a container. No tag: that is the last step's.
     argv = ["podman", "build", "--isolation", "chroot", "--pull-never", "--layers", "--jobs", environment["MAX_JOBS"]]
-    argv += ["--build-arg", f"BASE={request.base}", *request.label_arguments, "--iidfile", str(file)]
+    argv += [
+        "--timestamp",
+        str(_MADE),
+        "--build-arg",
+        f"BASE={base}",
+        *request.label_arguments,
+        "--iidfile",
+        str(file),
+    ]
     argv += ["--file", str(request.folder / "Containerfile"), str(request.folder)]
     try:
-        podman.work("step 3 of 4: the layers", argv, request.folder / "build.log", environment)
+        podman.work(f"{step}: the layers", argv, request.folder / "build.log", environment)
     except ImageError as error:
         raise ImageError(f"the image could not be built: {error}") from None
-    finish(request, file.read_text("utf-8").strip().removeprefix("sha256:"))
+    return file.read_text("utf-8").strip().removeprefix("sha256:")
 
 
-def _require_space(request: Request) -> None:
-    store = Path(podman.answer("podman", "info", "--format", "{{.Store.GraphRoot}}"))
-    need = _LAYERS_GIB if podman.exists(request.base) else request.free_gib
-    free = shutil.disk_usage(store).free / 2**30
-    if free < need:
-        raise ImageError(
-            f"too little disk for the image: {store} has {free:.1f} GiB free, {need} GiB are needed "
-            "(serving_image_free_gib); remove what nothing runs (podman image prune), or keep images elsewhere "
-            "(container_runtime_graphroot)"
-        )
-
-
-def _environment() -> dict[str, str]:
+def working_environment() -> dict[str, str]:
     """Return the environment of the build, with as many workers as the memory that is free now carries."""
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -123,20 +138,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "GOMAXPROCS": str(jobs), "MAX_JOBS": str(jobs)}
 
 
-def pull(request: Request, image: str, environment: dict[str, str], step: str) -> None:
-    """Bring an image by its digest, unless it is there."""
-    if podman.exists(image):
-        say(f"{step}: {image} is there")
-        return
-    auth = ["--authfile", request.auth_file] if request.auth_file else []
-    argv = ["podman", "pull", *auth, image]
-    try:
-        podman.work(f"{step}: pulling {image}", argv, request.folder / "pull.log", environment)
-    except ImageError as error:
-        raise ImageError(
-            f"{image} could not be pulled: {error}. See that the registry still has this digest and that the node may "
-            "read it (serving_image_registries); without a way there, give an archive (serving_image_archive)"
-        ) from None
+def _pull(request: Request, environment: Mapping[str, str], step: str) -> None:
+    podman.pull(request.base, request.auth, request.folder / "pull.log", environment, step)
 
 
 def _lay_over(request: Request, root: Path, overlay: Path) -> None:
@@ -199,6 +202,8 @@ def write_bill(request: Request, image: str) -> None:
 
 def lacking(request: Request, image: str) -> list[str]:
     """Return the patches that are not in an image."""
+    if not request.patches:
+        return []
     with podman.mounted(image) as root:
         return missing_patches(request.series, trees.folder_reader(trees.find_packages(root, request.ref)))
 
@@ -216,8 +221,8 @@ def _distribution(root: Path) -> str:
 def take(request: Request) -> None:
     """Take over an image that an operator built, by its digest."""
     if not podman.exists(request.base):
-        _require_space(request)
-    pull(request, request.base, _environment(), "step 1 of 2")
+        podman.require_space(request.base, request.free_gib)
+    _pull(request, working_environment(), "step 1 of 2")
     say("step 2 of 2: what is in it")
     try:
         for name in lacking(request, request.base):
@@ -228,8 +233,73 @@ def take(request: Request) -> None:
 
 
 def load(request: Request, archive: str) -> None:
-    """Load an archive, and write what is in the wanted image when it holds it."""
+    """Load an archive, and take over the wanted image when it holds it."""
     say(f"loading {archive}")
     podman.answer("podman", "load", "--quiet", "--input", archive)
     if podman.exists(request.ref):
-        write_bill(request, request.ref)
+        _accept(request, request.ref, archive)
+
+
+def save(request: Request, folder: Path) -> None:
+    """Write an archive of the image for other nodes, unless it is there; half of one is never under its name."""
+    archive = folder / "image.tar"
+    if archive.exists():
+        say(f"{archive} is there")
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    need, free = podman.size_of(request.ref) / 2**30, shutil.disk_usage(folder).free / 2**30
+    if free < need:
+        raise ImageError(
+            f"too little disk to give the image to other nodes: {folder} has {free:.1f} GiB free, {need:.1f} GiB are "
+            "needed; make room, or name a registry (serving_image_registry)"
+        )
+    half = folder / ".image.tar"
+    # This format alone keeps an image as it is: through Docker's it would come out under another id.
+    argv = ["podman", "save", "--format", "oci-archive", "--output", str(half), request.ref]
+    podman.work(f"an archive of {request.ref}, {need:.1f} GiB", argv, request.folder / "save.log", os.environ)
+    half.replace(archive)
+
+
+def fetch(request: Request) -> None:
+    """Take the image from the fleet's registry, if somebody has pushed it."""
+    argv = ["podman", "pull", *request.auth, request.shared]
+    try:
+        podman.work(f"pulling {request.shared}", argv, request.folder / "pull.log", working_environment())
+    except ImageError as error:
+        if _NOT_THERE.search(str(error)):
+            say(f"{request.shared} is not there yet")
+            return
+        raise ImageError(
+            f"{request.shared} could not be pulled: {error}. See that the node reaches this registry and may read it "
+            "(serving_image_registry, serving_image_registries)"
+        ) from None
+    _accept(request, request.shared, request.shared)
+    podman.answer("podman", "tag", request.shared, request.ref)
+
+
+def push(request: Request) -> None:
+    """Give the image to the fleet's registry."""
+    argv = ["podman", "push", *request.auth, request.ref, request.shared]
+    try:
+        podman.work(f"pushing {request.shared}", argv, request.folder / "push.log", working_environment())
+    except ImageError as error:
+        raise ImageError(
+            f"{request.shared} could not be pushed: {error}. See that the node reaches this registry and may write to "
+            "it (serving_image_registry, serving_image_registries)"
+        ) from None
+
+
+def _accept(request: Request, image: str, where: str) -> None:
+    """Refuse an image that another hand made under our name; write what is in it."""
+    name = f"{LABEL}.image.key"
+    if (found := podman.labels_of(image).get(name)) != request.labels[name]:
+        raise ImageError(
+            f"{where} holds an image that is not {request.ref}: its label {name} is {found or 'missing'}, not "
+            f"{request.labels[name]}; remove it there, and the image is made anew"
+        )
+    if missing := lacking(request, image):
+        raise ImageError(
+            f"{where} holds an image under {request.ref} that lacks the patch {missing[0]}; remove it there"
+        )
+    write_bill(request, image)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.patch_series import PatchError
 
-from gpu_node_image import build, trees
+from gpu_node_image import build, pack, trees
 from gpu_node_image.errors import ImageError
 from gpu_node_image.podman import say
 
@@ -60,11 +60,20 @@ def main(argv: list[str]) -> int:
     one.set_defaults(run=labels)
     one = commands.add_parser("build", help=build.build.__doc__)
     one.set_defaults(run=lambda arguments: build.build(build.read_request(arguments.folder)))
+    one = commands.add_parser("pack", help=pack.build.__doc__)
+    one.set_defaults(run=lambda arguments: pack.build(build.read_request(arguments.folder)))
     one = commands.add_parser("take", help=build.take.__doc__)
     one.set_defaults(run=lambda arguments: build.take(build.read_request(arguments.folder)))
     one = commands.add_parser("load", help=build.load.__doc__)
     one.add_argument("archive")
     one.set_defaults(run=lambda arguments: build.load(build.read_request(arguments.folder), arguments.archive))
+    one = commands.add_parser("save", help=build.save.__doc__)
+    one.add_argument("archives", type=Path)
+    one.set_defaults(run=lambda arguments: build.save(build.read_request(arguments.folder), arguments.archives))
+    one = commands.add_parser("fetch", help=build.fetch.__doc__)
+    one.set_defaults(run=lambda arguments: build.fetch(build.read_request(arguments.folder)))
+    one = commands.add_parser("push", help=build.push.__doc__)
+    one.set_defaults(run=lambda arguments: build.push(build.read_request(arguments.folder)))
     one = commands.add_parser("finish", help=build.finish.__doc__)
     one.add_argument("image")
     one.set_defaults(run=lambda arguments: build.finish(build.read_request(arguments.folder), arguments.image))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from typing import Any
 from gpu_node_image.errors import ImageError
 
 _EVERY_S = 15.0
+# What a build takes when its base is there already: the layers are shared.
+_LAYERS_GIB = 2
 _START = time.monotonic()
 
 
@@ -39,6 +42,11 @@ def image_id(image: str) -> str:
     return str(json.loads(answer("podman", "image", "inspect", image))[0]["Id"])
 
 
+def size_of(image: str) -> int:
+    """Return an image's bytes."""
+    return int(json.loads(answer("podman", "image", "inspect", image))[0]["Size"])
+
+
 def labels_of(image: str) -> dict[str, str]:
     """Return an image's labels."""
     found: dict[str, Any] = json.loads(answer("podman", "image", "inspect", image))[0]
@@ -55,14 +63,52 @@ def mounted(image: str) -> Iterator[Path]:
         subprocess.run(["podman", "image", "unmount", image], check=False, capture_output=True)
 
 
-def work(what: str, argv: list[str], log: Path, environment: Mapping[str, str]) -> None:
+def require_space(base: str, free_gib: int) -> None:
+    """See that there is room for what is built on a base, and for the base unless it is there.
+
+    :param free_gib: GiB that must be free where Podman keeps images before the base is pulled.
+    """
+    store = Path(answer("podman", "info", "--format", "{{.Store.GraphRoot}}"))
+    need = _LAYERS_GIB if exists(base) else free_gib
+    free = shutil.disk_usage(store).free / 2**30
+    if free < need:
+        raise ImageError(
+            f"too little disk for the image: {store} has {free:.1f} GiB free, {need} GiB are needed "
+            "(serving_image_free_gib); remove what nothing runs (podman image prune), or keep images elsewhere "
+            "(container_runtime_graphroot)"
+        )
+
+
+def pull(image: str, auth: list[str], log: Path, environment: Mapping[str, str], step: str) -> None:
+    """Bring an image by its digest, unless it is there.
+
+    :param auth: what tells Podman the credentials of registries.
+    """
+    if exists(image):
+        say(f"{step}: {image} is there")
+        return
+    try:
+        work(f"{step}: pulling {image}", ["podman", "pull", *auth, image], log, environment)
+    except ImageError as error:
+        raise ImageError(
+            f"{image} could not be pulled: {error}. See that the registry still has this digest and that the node may "
+            "read it (serving_image_registries); without a way there, give an archive (serving_image_archive)"
+        ) from None
+
+
+def work(
+    what: str, argv: list[str], log: Path, environment: Mapping[str, str], folder: Path | None = None, lines: int = 1
+) -> None:
     """Run a long command and say every 15 seconds how far it is.
 
-    :raises ImageError: with its last line when it fails.
+    :param folder: where it is run; None for where this program is.
+    :raises ImageError: with its last ``lines`` when it fails.
     """
     say(what)
     with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment))
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), cwd=folder
+        )
         while True:
             try:
                 code = process.wait(_EVERY_S)
@@ -70,9 +116,9 @@ def work(what: str, argv: list[str], log: Path, environment: Mapping[str, str]) 
             except subprocess.TimeoutExpired:
                 say(f"{what}: {_last(log.read_text('utf-8', 'replace'))[:100]}")
     if code != 0:
-        raise ImageError(f"{_last(log.read_text('utf-8', 'replace'))} (exit code {code}; all of it: {log})")
+        raise ImageError(f"{_last(log.read_text('utf-8', 'replace'), lines)} (exit code {code}; all of it: {log})")
 
 
-def _last(text: str) -> str:
+def _last(text: str, count: int = 1) -> str:
     lines = [line.strip() for line in text.replace("\r", "\n").split("\n") if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return "\n".join(lines[-count:]) or "it said nothing"
