@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.serving.gpu_node.plugins.module_utils import image_inputs, image_share, patch_series
+from ansible_collections.serving.gpu_node.plugins.module_utils import (
+    image_inputs,
+    image_share,
+    pack_settings,
+    patch_series,
+    sources,
+)
 
 
 def image_patches(series: list[dict[str, Any]], profile: str, package: str, version: str) -> list[str]:
@@ -30,6 +36,18 @@ def image_auths(registries: list[dict[str, str]]) -> str:
     return json.dumps({"auths": auths}, indent=1, sort_keys=True) + "\n"
 
 
+def image_pack_settings(text: str, file: str, environment: dict[str, str], settings: dict[str, Any]) -> list[str]:
+    """Return how a pack's settings differ from a replica's, as lines.
+
+    :param text: what is in the pack's file, and ``file`` its name.
+    :param environment: a replica's.
+    :param settings: the plan's.
+    """
+    found = pack_settings.parse_environment(text)
+    compared = pack_settings.compare_environment(found.values, environment, settings)
+    return pack_settings.describe_comparison(compared, found.unread, file)
+
+
 class FilterModule:
     """What Ansible loads."""
 
@@ -41,8 +59,10 @@ class FilterModule:
             "image_key": image_inputs.image_key,
             "image_labels": image_inputs.image_labels,
             "image_maker": image_share.maker,
+            "image_pack_settings": image_pack_settings,
             "image_patches": image_patches,
             "image_pinned": image_inputs.pinned,
+            "image_recipe_problems": sources.recipe_problems,
             "image_reference": image_inputs.parse_reference,
             "image_series_problems": patch_series.series_problems,
             "image_takers": image_share.takers,

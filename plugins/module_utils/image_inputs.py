@@ -49,7 +49,14 @@ def pinned(reference: dict[str, str], digest: str = "") -> str:
 
 
 def input_problems(
-    device: str, base: str, prebuilt: str, archive: str, wheel: str, allow_tag: bool, registry: str = ""
+    device: str,
+    base: str,
+    prebuilt: str,
+    archive: str,
+    wheel: str,
+    allow_tag: bool,
+    registry: str = "",
+    recipe: str = "own",
 ) -> list[str]:
     """Return a sentence for each input of the role that cannot be used, before anything changes.
 
@@ -60,15 +67,25 @@ def input_problems(
     :param wheel: path of our plugin's wheel; empty when there is none.
     :param allow_tag: whether ``base`` may be a tag, whose digest is then looked up once.
     :param registry: where a fleet keeps its image, with a folder; empty when there is no such place.
+    :param recipe: whose recipe makes it: ``own`` or ``pack``.
     """
     problems = _registry_problems(registry) if registry else []
     if prebuilt and archive:
         problems.append(
             "serving_image_prebuilt and serving_image_archive are both set: an image comes from one of them"
         )
+    if prebuilt and recipe == "pack":
+        problems.append(
+            "serving_image_prebuilt and serving_image_recipe: pack are both set: an image comes from one of them"
+        )
+    elif recipe == "pack" and wheel:
+        problems.append(
+            f"serving_image_plugin_wheel: {wheel} is not put into a pack's image, which has kernels of its own; leave "
+            "it empty, or set serving_image_recipe: own"
+        )
     if prebuilt:
         problems += _pin_problems("serving_image_prebuilt", prebuilt, allow_tag=False)
-    elif device == "cuda":
+    elif device == "cuda" and recipe != "pack":
         problems += _pin_problems("serving_image_base", base, allow_tag)
         if wheel and not re.fullmatch(r"/.+/[^/]+-[^/]+-[^/]+-[^/]+-[^/]+\.whl", wheel):
             problems.append(f"serving_image_plugin_wheel: {wheel} is no path of a wheel on the node")

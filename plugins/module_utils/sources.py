@@ -97,9 +97,11 @@ def recipe_source(source: dict[str, Any]) -> dict[str, Any]:
 
     What the operator included or excluded stays so, and a digest already names just what is wanted.
     """
-    if source.get("type") not in ("hub", "path", "archive") or source.get("digest"):
-        return source
-    return {"include": list(_RECIPE), "exclude": list(_WEIGHTS), **source}
+    # A recipe is small, and the build works on a copy of all that lies in its folder.
+    own = {name: value for name, value in source.items() if name != "adopt"}
+    if own.get("type") not in ("hub", "path", "archive") or own.get("digest"):
+        return own
+    return {"include": list(_RECIPE), "exclude": list(_WEIGHTS), **own}
 
 
 def recipe_problems(recipe: str, has_pack: bool) -> list[str]:

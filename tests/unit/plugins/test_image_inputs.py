@@ -55,6 +55,17 @@ def test_what_is_no_full_reference_is_refused(text: str, error: str) -> None:
         parse_reference(text)
 
 
+def test_a_packs_recipe_needs_no_base_and_takes_no_wheel_of_ours() -> None:
+    def problems(prebuilt: str = "", wheel: str = "", archive: str = "") -> list[str]:
+        return input_problems("cuda", "a tag", prebuilt, archive, wheel, False, recipe="pack")
+
+    assert problems() == problems(archive="/srv/a.tar") == []
+    (problem,) = problems(wheel="/srv/w.whl")
+    assert problem.startswith("serving_image_plugin_wheel: /srv/w.whl is not put into a pack's image")
+    (problem,) = problems(prebuilt=f"r.io/x@{DIGEST}")
+    assert problem.startswith("serving_image_prebuilt and serving_image_recipe: pack are both set")
+
+
 def test_a_pinned_reference_has_no_tag() -> None:
     assert pinned(parse_reference(f"r.io/x:1@{DIGEST}")) == f"r.io/x@{DIGEST}"
     assert pinned(parse_reference("r.io/x:1"), DIGEST) == f"r.io/x@{DIGEST}"

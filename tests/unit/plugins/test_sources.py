@@ -299,7 +299,8 @@ def test_of_a_pack_only_the_recipe_is_taken_in_both_layouts() -> None:
         assert check_source("pack", narrowed) == ([], [])
         files = ["recipe/docker/build.sh", "docker/build.sh", "model.safetensors", "recipe/head.safetensors", "a/b.sh"]
         assert list(select(files, "", narrowed["include"], narrowed["exclude"])) == files[:2]
-    assert recipe_source({"type": "path", "path": "/srv/pack", "include": ["x/"]})["include"] == ["x/"]
+    own = recipe_source({"type": "path", "path": "/srv/pack", "include": ["x/"], "adopt": True})
+    assert own == {"type": "path", "path": "/srv/pack", "include": ["x/"], "exclude": ["*.safetensors"]}
 
 
 @pytest.mark.parametrize(
