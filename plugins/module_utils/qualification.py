@@ -3,7 +3,8 @@
 """Which of the kernels' switches are on: what a profile wants, against what the check on this node's GPUs found.
 
 Pure functions. A *record* is ``{"gpu": model, "driver": version, "report": what ds41k.qualify wrote or {}, "why": a
-sentence when there is no report}``; there is one for each model of GPU that replicas run on.
+sentence when there is no report, "pending": whether it is made before anything starts}``; there is one for each model
+of GPU that replicas run on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SWITCHES = (
 )
 # Settings whose kernels only a pack's own image has.
 ABSENT = ("moe_kernel", "all_reduce_8bit", "packed_engram_gather", "gathered_lm_head", "replicated_wkv_min_rows")
+_NOT_HERE = "not in this image"
 NAMES = (*(switch.setting for switch in SWITCHES), *ABSENT)
 
 
@@ -77,6 +79,52 @@ def wanted_kernels(profile: dict[str, Any], settings: dict[str, Any], overrides:
     }
 
 
+def choose_reports(
+    stored: list[dict[str, Any]],
+    wanted: dict[str, list[str]],
+    about: dict[str, str],
+    busy: dict[str, str],
+    allowed: bool = True,
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Return a record for each model of GPU, and the checks that can be made now to get the missing ones.
+
+    :param stored: what lies on the node: ``image``, ``kernels``, ``gpu``, ``driver``, ``report``.
+    :param wanted: by model of GPU, the UUIDs of the plan's.
+    :param about: ``image`` (its id), ``kernels`` (their key, empty when it is not known) and ``driver``.
+    :param busy: by UUID why a GPU cannot be had; a GPU that is not in it is free.
+    :param allowed: whether checks may be made at all.
+    """
+    records, runs = [], []
+    for gpu, uuids in sorted(wanted.items()):
+        same = [one for one in stored if one["gpu"] == gpu and one["driver"] == about["driver"]]
+        exact = next((one for one in same if one["image"] == about["image"]), None)
+        # While no GPU is free, another image's report will do when the kernels in it were the same.
+        like = [one for one in same if about["kernels"] and one["kernels"] == about["kernels"]]
+        record: dict[str, Any] = {"gpu": gpu, "driver": about["driver"], "report": {}, "why": "", "pending": False}
+        free = [uuid for uuid in uuids if uuid not in busy]
+        usable = next((one for one in ([exact] if exact else []) + ([] if free else like) if _found(one)), None)
+        if usable:
+            record["report"] = usable["report"]
+        elif not allowed:
+            record["why"] = "there is no report, and kernels_manage is false; set it to true to have one made"
+        elif free:
+            key = record_key(about["image"], gpu, about["driver"])
+            runs.append({"key": key, "gpu": gpu, "driver": about["driver"], "uuid": free[0]})
+            record["why"] = exact["report"].get("not_qualified", "the report is empty") if exact else "not checked yet"
+            record["pending"] = exact is None
+        else:
+            record["why"] = (
+                f"every {gpu} is in use ({busy[uuids[0]]}); a run while one is free checks it: stop a replica "
+                "(gpu-node drain N, systemctl stop vllm-replica@N) and run site.yml again"
+            )
+        records.append(record)
+    return records, runs
+
+
+def _found(stored: dict[str, Any]) -> bool:
+    return bool(stored["report"].get("kernels"))
+
+
 def decide(plan: dict[str, Any], records: list[dict[str, Any]], recipe: str) -> Decisions:
     """Return the settings to serve with.
 
@@ -89,37 +137,31 @@ def decide(plan: dict[str, Any], records: list[dict[str, Any]], recipe: str) -> 
         return Decisions(plan["settings"])
     made = Decisions({**plan["settings"], **kernels["wanted"]})
     reasons = {switch.setting: _doubt(switch, records, kernels["rows"]) for switch in SWITCHES}
-    for name, value in kernels["wanted"].items():
-        _decide_one(made, name, value, reasons, name in kernels["given"], recipe)
+    for name, wanted in kernels["wanted"].items():
+        doubt = "" if recipe == PACK else reasons.get(name, _NOT_HERE)
+        forced = bool(wanted and doubt and name in kernels["given"])
+        made.settings[name] = wanted if forced or not doubt else type(wanted)(0)
+        if forced:
+            why = "has no effect with this image" if doubt == _NOT_HERE else "has no report that allows it"
+            made.warnings.append(f"{name}: on because serving_plan_overrides says so, and it {why}: {doubt}")
+        elif wanted and doubt and doubt != _NOT_HERE and "slower" not in doubt:
+            made.warnings.append(f"{name}: off: {doubt}")
+        made.switches.append(
+            {
+                "setting": name,
+                "environment": SETTINGS[name].environment,
+                "wanted": wanted,
+                "report": doubt or ("the pack's own image" if recipe == PACK else _praise(name, records)),
+                "decision": made.settings[name],
+            }
+        )
     _check_window(made, kernels, reasons["chunked_indexer"])
     return made
 
 
-def _decide_one(made: Decisions, name: str, wanted: Any, reasons: dict[str, str], forced: bool, recipe: str) -> None:
-    ours = name in reasons
-    doubt = reasons[name] if ours else "not in this image"
-    if recipe == PACK:
-        doubt = ""
-    report = "the pack's own image" if recipe == PACK else doubt or _praise(name)
-    keep = not wanted or not doubt or forced
-    made.settings[name] = wanted if keep else type(wanted)(0)
-    if wanted and doubt and forced:
-        done = "has no report that allows it" if ours else "has no effect with this image"
-        made.warnings.append(f"{name}: on because serving_plan_overrides says so, and it {done}: {doubt}")
-    elif not keep and ours and "slower" not in doubt:
-        made.warnings.append(f"{name}: off: {doubt}")
-    made.switches.append(
-        {
-            "setting": name,
-            "environment": SETTINGS[name].environment,
-            "wanted": wanted,
-            "report": report,
-            "decision": made.settings[name],
-        }
-    )
-
-
-def _praise(name: str) -> str:
+def _praise(name: str, records: list[dict[str, Any]]) -> str:
+    if any(record["pending"] for record in records):
+        return "to be checked first"
     gain = next(switch.gain for switch in SWITCHES if switch.setting == name)
     return "correct and faster" if gain else "correct"
 
@@ -130,6 +172,8 @@ def _doubt(switch: Switch, records: Iterable[dict[str, Any]], rows: int) -> str:
     if not records:
         return "not qualified: nothing was checked on a GPU"
     for record in records:
+        if record["pending"]:
+            continue
         verdicts = record["report"].get("kernels", {})
         if not verdicts:
             return f"not qualified: {record['why'] or 'the report is empty'}"

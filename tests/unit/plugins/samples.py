@@ -113,6 +113,7 @@ def record(correct: bool = True, speedup: float = 1.5, **verdicts: Any) -> dict[
         "gpu": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         "driver": "590.48.01",
         "why": "",
+        "pending": False,
         "report": {"kernels": {**kernels, **verdicts}},
     }
 

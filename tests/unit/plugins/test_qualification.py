@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
-from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import record_key
+from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import choose_reports, record_key
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import ResolveError, resolve_plan
 
 from tests.unit.plugins.samples import DRAFTER, IMAGE, MODEL, intent, record, resolved
@@ -190,3 +190,60 @@ def test_a_report_is_of_one_image_card_and_driver() -> None:
     keys = {record_key(*base), record_key("c" * 64, *base[1:]), record_key(base[0], "other", base[2])}
     keys |= {record_key(*base[:2], "600.1")}
     assert len(keys) == 4 and all(len(key) == 12 for key in keys)
+
+
+def stored(image: str = "new", kernels: str = "k1", gpu: str = "card", driver: str = "590", **report: Any) -> Plan:
+    found = report or {"kernels": {"rowtopk": {"correct": True}}}
+    return {"image": image, "kernels": kernels, "gpu": gpu, "driver": driver, "report": found}
+
+
+ABOUT = {"image": "new", "kernels": "k1", "driver": "590"}
+WANTED = {"card": ["GPU-0", "GPU-1"]}
+BUSY = {"GPU-0": "replica 0 runs on it", "GPU-1": "process 7"}
+
+
+def chosen(*reports: Plan, busy: dict[str, str] | None = None, **about: str) -> tuple[Plan, list[dict[str, str]]]:
+    (record_,), runs = choose_reports(list(reports), WANTED, {**ABOUT, **about}, busy or {})
+    return record_, runs
+
+
+def test_a_report_is_made_once_per_image_card_and_driver() -> None:
+    found, runs = chosen(stored())
+    assert (found["report"], found["pending"], runs) == (stored()["report"], False, [])
+    # It holds on while the GPUs are in use.
+    assert chosen(stored(), busy=BUSY)[0]["report"] == stored()["report"]
+    for other in (stored(image="old"), stored(gpu="other"), stored(driver="580")):
+        found, runs = chosen(other)
+        assert (found["report"], found["pending"]) == ({}, True)
+        assert runs == [{"key": record_key("new", "card", "590"), "gpu": "card", "driver": "590", "uuid": "GPU-0"}]
+
+
+def test_a_free_gpu_is_taken() -> None:
+    assert chosen(busy={"GPU-0": "replica 0 runs on it"})[1][0]["uuid"] == "GPU-1"
+
+
+def test_without_a_free_gpu_it_says_why_and_what_to_do() -> None:
+    found, runs = chosen(busy=BUSY)
+    assert runs == [] and found["report"] == {} and not found["pending"]
+    assert found["why"].startswith("every card is in use (replica 0 runs on it); a run while one is free checks it")
+    assert "systemctl stop vllm-replica@N" in found["why"]
+
+
+def test_while_no_gpu_is_free_the_same_kernels_of_another_image_will_do() -> None:
+    older = stored(image="old")
+    assert chosen(older, busy=BUSY)[0]["report"] == older["report"]
+    assert chosen(stored(image="old", kernels="k0"), busy=BUSY)[0]["report"] == {}
+    # Kernels that nobody knows are no kernels that are the same.
+    assert chosen(stored(image="old", kernels=""), busy=BUSY, kernels="")[0]["report"] == {}
+
+
+def test_a_check_that_found_nothing_out_is_made_again_and_decides_nothing() -> None:
+    found, runs = chosen(stored(kernels_="", not_qualified="torch sees no CUDA GPU here"))
+    assert len(runs) == 1
+    assert (found["report"], found["why"], found["pending"]) == ({}, "torch sees no CUDA GPU here", False)
+
+
+def test_a_dry_run_takes_a_check_that_is_still_to_come_for_good() -> None:
+    plan = resolved(name="8x", records=[{**record(), "report": {}, "pending": True}])
+    assert on(plan) == set(OURS) and plan["warnings"] == []
+    assert "chunked_indexer (DS41_IDX_CHUNK): wanted on; to be checked first; on" in describe_plan(plan, {})
