@@ -77,7 +77,8 @@ def test_what_an_interrupted_build_noted_counts_for_the_same_pack_alone(tmp_path
     state.begun, state.before, state.made = True, {"a:1": "x"}, "b:1"
     state.write()
     assert pack.State.read(file, "one") == state
-    assert pack.State.read(file, "two") == pack.State(file, "two")
+    # A new version of a pack may have other kernels alone: its script then makes the same image under the same name.
+    assert pack.State.read(file, "two") == pack.State(file, "two", made="b:1")
     file.write_text("half a fi")
     assert pack.State.read(file, "one") == pack.State(file, "one")
 

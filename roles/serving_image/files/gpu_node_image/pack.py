@@ -57,12 +57,12 @@ class State:
 
     @classmethod
     def read(cls, file: Path, pack: str) -> State:
-        """Return what is known of this pack; of another one nothing counts."""
+        """Return what is known of this pack; of another one only the name of its image."""
         try:
             known = json.loads(file.read_text("utf-8"))
         except (FileNotFoundError, ValueError):
             known = {}
-        return cls(file=file, **known) if known.get("pack") == pack else cls(file, pack)
+        return cls(file=file, **known) if known.get("pack") == pack else cls(file, pack, made=known.get("made", ""))
 
     def write(self) -> None:
         """Keep it for the next build."""
@@ -223,7 +223,7 @@ def _made_image(request: Request, engine: Engine, state: State, environment: Map
         layers[image] = list((found.get("RootFS") or {}).get("Layers") or [])
         if found.get("RepoDigests") if engine.docker else not name.startswith("localhost/"):
             pulled.add(image)
-    # Built before with the same result, it neither appears nor changes.
+    # Built before with the same result (perhaps for other kernels), it neither appears nor changes.
     name = choose_image(fresh, layers, pulled) if fresh or state.made not in after else state.made
     return name, after[name]
 

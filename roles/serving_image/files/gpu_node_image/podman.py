@@ -66,10 +66,11 @@ def mounted(image: str) -> Iterator[Path]:
 def require_space(base: str, free_gib: int) -> None:
     """See that there is room for what is built on a base, and for the base unless it is there.
 
+    :param base: empty when it is not known.
     :param free_gib: GiB that must be free where Podman keeps images before the base is pulled.
     """
     store = Path(answer("podman", "info", "--format", "{{.Store.GraphRoot}}"))
-    need = _LAYERS_GIB if exists(base) else free_gib
+    need = _LAYERS_GIB if base and exists(base) else free_gib
     free = shutil.disk_usage(store).free / 2**30
     if free < need:
         raise ImageError(

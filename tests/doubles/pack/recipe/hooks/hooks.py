@@ -1,0 +1,1 @@
+"""Hooks the kernels into the engine."""
