@@ -38,13 +38,13 @@ def resolved_plan(
     gpus: list[dict[str, Any]],
     qualification: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Complete an intent plan; see ``release.resolve_plan``."""
+    """Return ``{"plan": resolved plan or {}, "problems": [sentences]}``; see ``release.resolve_plan``."""
     if plan.get("state") not in ("intent", "resolved"):
         raise AnsibleFilterError("resolved_plan needs a plan; run the role serving_plan first")
     try:
-        return resolve_plan(plan, digests, image, gpus, qualification)
+        return {"plan": resolve_plan(plan, digests, image, gpus, qualification), "problems": []}
     except ResolveError as error:
-        raise AnsibleFilterError(str(error)) from error
+        return {"plan": {}, "problems": error.problems}
 
 
 def differing_replicas(replicas: list[dict[str, Any]], status: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,9 +64,14 @@ def run(file: Path) -> None:
     for other in root.glob(".work-*"):
         if other != request.work:
             shutil.rmtree(other)
-    _copy_sources(request)
-    _compile(request, root / "build.log")
-    _pack(request)
+    try:
+        _copy_sources(request)
+        _compile(request, root / "build.log")
+        _pack(request)
+    except ImageError:
+        # What an error leaves is of no use to the next try; what an interruption leaves is.
+        shutil.rmtree(request.work)
+        raise
     request.work.rename(request.result)
     say(f"built {request.result / request.wheel}")
 

@@ -15,7 +15,9 @@ def work(what: str, name: str, arguments: list[str], image: str, command: list[s
     :param command: in place of the image's own entry point; its first word is the program.
     :raises ImageError: with its last line when it fails.
     """
-    argv = ["podman", "run", "--rm", "--replace", "--name", name, "--pull=never", "--network=none", "--log-driver=none"]
+    # Podman's own events would stand between the job's lines.
+    argv = ["podman", "--events-backend=none", "run", "--rm", "--replace", "--name", name, "--pull=never"]
+    argv += ["--network=none", "--log-driver=none"]
     # /tmp stays writable and executable. HOME: what compiles at run time keeps it there.
     argv += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--env=HOME=/tmp"]
     argv += [*arguments, f"--entrypoint={command[0]}", image, *command[1:]]
