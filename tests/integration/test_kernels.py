@@ -353,7 +353,7 @@ def test_the_real_compilers_make_the_real_library(node: Node) -> None:
         f"""set -e
 apt-get -qq install -y --no-install-recommends g++ >/dev/null 2>&1
 mkdir -p /srv/real/root/usr/local && cd /srv/real/root && mkdir -p {folder}
-cp -a /usr/bin /usr/lib /usr/include usr/
+cp -a /usr/bin /usr/lib /usr/include usr/ && mkdir -p etc && cp -a /etc/alternatives etc/
 cp -r {image_cache.MOUNT}/cuda usr/local/cuda
 cp -r {seen}/include {seen}/version.py {folder} && touch {folder}/__init__.py
 """,
