@@ -115,7 +115,7 @@ def choose_reports(
         else:
             record["why"] = (
                 f"every {gpu} is in use ({busy[uuids[0]]}); a run while one is free checks it: stop a replica "
-                "(gpu-node drain N, systemctl stop vllm-replica@N) and run site.yml again"
+                "(systemctl stop vllm-replica@N, which drains it first) and run site.yml again"
             )
         records.append(record)
     return records, runs
