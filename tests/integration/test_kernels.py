@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ for name in cc c++ c++filt nm; do ln -s nvcc usr/local/bin/$name; done
 cd {PACKAGES}/torch
 echo "__version__ = '2.11.0+cpu'" >version.py
 mkdir -p include/torch/csrc/stable && touch include/torch/csrc/stable/library.h
+cp -r {image_cache.MOUNT}/vllm-0.33.0/. /srv/tools/root/{PACKAGES}
 """
 
 
@@ -68,7 +70,8 @@ def make_image(node: Node, name: str, base: str = "scratch", cuda: str = "/usr/l
 
 @pytest.fixture(scope="module")
 def node(node: Callable[[str], Node]) -> Node:
-    """A node with Podman, an image without compilers, one with stand-ins, and a card that only CDI knows."""
+    """A node with Podman, an image without compilers, a base of vLLM with stand-ins, and a card that only CDI knows."""
+    subprocess.run([sys.executable, str(ROOT / "tests/engine/fetch_vllm.py")], check=True, capture_output=True)
     one = node("kernels")
     if one.run("podman image exists localhost/tools").returncode != 0:
         one.ssh(PREPARE, stdin=TOOLS.read_text(), timeout=300)
@@ -76,7 +79,10 @@ def node(node: Callable[[str], Node]) -> Node:
         make_image(one, "plain")
         make_image(one, "tools", "localhost/plain")
     # Of an earlier run, where nodes are kept.
-    one.ssh("rm -rf /var/lib/gpu-node /srv/checked")
+    one.ssh(
+        "rm -rf /var/lib/gpu-node /srv/real;"
+        "podman images --quiet localhost/gpu-node/vllm-cuda | xargs --no-run-if-empty podman rmi --force"
+    )
     one.ssh("cat >/etc/cdi/test.yaml", stdin=CDI)
     one.ssh(
         "cat >/usr/local/bin/nvidia-smi && chmod 0755 /usr/local/bin/nvidia-smi && : >/srv/compute-apps",
@@ -112,21 +118,29 @@ def profile_image() -> dict[str, Any]:
     }
 
 
-def start_build(node: Node, image: str, *args: str, **more: Any) -> Any:
-    plan = {"profile": "8x", "device": "cuda", "image": profile_image(), "artifacts": {}}
-    tasks = [role("kernels"), role("kernels", "build"), {"ansible.builtin.debug": {"var": "kernels_result"}}]
-    variables = {"serving_plan_result": plan, "serving_image_base": digest(node, image), **more}
-    return play(node, tasks, *args, **variables)
+def start_image(node: Node, base: str, *args: str, entry: dict[str, Any] | None = None, **more: Any) -> Any:
+    """What playbooks/artifacts.yml does for kernels and image; or another entry point in place of the image's."""
+    plan = {"profile": "8x", "device": "cuda", "image": profile_image(), "artifacts": {}, "kernels": {"wanted": {}}}
+    variables = {
+        "serving_plan_result": plan,
+        "serving_image_base": digest(node, base),
+        "container_runtime_podman": {"stat": {"exists": True}},
+    }
+    return play(node, [role("kernels"), entry or role("serving_image")], *args, **{**variables, **more})
 
 
-def build(node: Node, image: str, *args: str, timeout: float = 120, **more: Any) -> Play:
-    done: Play = start_build(node, image, *args, **more).finish(timeout)
+def image(node: Node, base: str, *args: str, timeout: float = 180, **more: Any) -> Play:
+    done: Play = start_image(node, base, *args, **more).finish(timeout)
     return done
 
 
 def said(done: Play) -> str:
     """The output on one line: errors are wrapped."""
     return " ".join(done.output.replace("\\n", " ").split())
+
+
+def tags(node: Node) -> list[str]:
+    return node.ssh("podman images --format '{{.Tag}}' localhost/gpu-node/vllm-cuda").split()
 
 
 def results(node: Node) -> dict[str, dict[str, Any]]:
@@ -137,35 +151,36 @@ def results(node: Node) -> dict[str, dict[str, Any]]:
 
 
 def test_a_dry_run_on_a_bare_node_is_clean(node: Node) -> None:
-    done = build(node, "tools", "--check", "--diff")
+    done = image(node, "tools", "--check", "--diff")
     assert done.rc == 0, done.tail()
     assert done.changed > 0
-    assert node.run(f"test -e {RESULTS} -o -e /var/lib/gpu-node/build").returncode == 1
+    assert node.run("test -e /var/lib/gpu-node").returncode == 1
 
 
 def test_an_image_that_can_change_is_refused(node: Node) -> None:
-    done = build(node, "tools", kernels_image="localhost/tools:latest")
+    done = image(node, "tools", kernels_image="localhost/tools:latest")
     assert done.rc == 2 and done.changed == 0
     assert "Nothing was changed. kernels_image: localhost/tools:latest has no digest" in said(done)
 
 
 def test_without_a_wheel_where_none_may_be_built(node: Node) -> None:
-    done = build(node, "tools", kernels_manage=False)
-    assert done.rc == 2 and done.changed == 0
+    done = image(node, "tools", entry=role("kernels", "build"), kernels_manage=False)
+    assert (done.rc, done.changed) == (2, 0), done.tail()
     assert "kernels_manage is false and /var/lib/gpu-node/kernels/" in said(done)
+    assert results(node) == {} and tags(node) == []
 
 
 @pytest.fixture(scope="module")
 def built(node: Node) -> dict[str, Any]:
     """What the role says of the wheel: interrupted in the middle of compiling, then run again."""
-    started = start_build(node, "tools")
+    started = start_image(node, "tools")
     started.wait_for("step 2 of 3", 60)
     node.ssh("podman kill gpu-node-kernels-build; systemctl kill --signal=KILL gpu-node-kernels-build")
     stopped = started.finish(60)
     assert stopped.rc == 2, stopped.tail()
     names = node.ssh(f"ls -A {RESULTS}").split()
     assert not [name for name in names if not name.startswith(".work-") and not name.endswith(".log")], names
-    done = build(node, "tools")
+    done = image(node, "tools")
     assert done.rc == 0, done.tail()
     assert node.run("podman ps --all --quiet").stdout == ""
     ((key, result),) = results(node).items()
@@ -190,7 +205,7 @@ def test_the_wheel_is_whole(node: Node, built: dict[str, Any]) -> None:
 
 def test_the_second_run_builds_nothing(node: Node, built: dict[str, Any]) -> None:
     for args in ((), ("--check", "--diff")):
-        done = build(node, "tools", *args)
+        done = image(node, "tools", *args)
         assert (done.rc, done.changed) == (0, 0), done.tail()
 
 
@@ -212,9 +227,9 @@ def refused(node: Node, done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_an_image_without_nvcc_is_one_clear_error_and_leaves_nothing(node: Node, built: dict[str, Any]) -> None:
-    image = digest(node, "plain")
-    line = refused(node, attempt(node, image=image))
-    assert f"the kernels could not be built in {image}: build: error: no nvcc in /usr/local/bin/nvcc" in line
+    plain = digest(node, "plain")
+    line = refused(node, attempt(node, image=plain))
+    assert f"the kernels could not be built in {plain}: build: error: no nvcc in /usr/local/bin/nvcc" in line
     assert "name one that has them (kernels_image)" in line
 
 
@@ -241,18 +256,20 @@ def test_the_same_inputs_give_the_same_bytes(node: Node, built: dict[str, Any]) 
 
 @pytest.fixture(scope="module")
 def checked(node: Node, built: dict[str, Any]) -> str:
-    """An image with the wheel in it, as the serving image has it."""
-    root = f"/srv/checked/root/{PACKAGES}"
-    node.ssh(f"mkdir -p {root} && python3 -m zipfile -e {built['folder']}/{built['wheel']} {root}")
-    make_image(node, "checked", "localhost/tools")
-    return node.ssh("podman image inspect --format '{{.Id}}' localhost/checked").strip()
+    """The id of the serving image, which has the wheel in it."""
+    (tag,) = tags(node)
+    text = node.ssh(f"podman image inspect localhost/gpu-node/vllm-cuda:{tag}")
+    found: dict[str, Any] = json.loads(text)[0]
+    # Its name is of what the wheel is made of, so another node knows it without building one.
+    assert found["Labels"]["io.github.gpu-node.image.wheel"] == f"ds41k={built['key']}"
+    return str(found["Id"])
 
 
-def qualify(node: Node, image: str, *args: str, **overrides: Any) -> Play:
+def qualify(node: Node, identity: str, *args: str, **overrides: Any) -> Play:
     """The plan of eight cards, the check, and the plan made of what it found."""
     digests = {"model": "a" * 64, "drafter": "c" * 64}
     made = {
-        "serving_image_result": {"ref": "localhost/checked", "id": image, "recipe": "own"},
+        "serving_image_result": {"ref": identity, "id": identity, "recipe": "own"},
         "model_weights_result": {"digests": digests},
         "kernels_result": {"key": "k1"},
     }
@@ -360,7 +377,7 @@ cp -r {seen}/include {seen}/version.py {folder} && touch {folder}/__init__.py
         timeout=300,
     )
     make_image(node, "real", "localhost/plain", "/usr/local/cuda")
-    done = build(node, "real", timeout=400)
+    done = image(node, "real", entry=role("kernels", "build"), timeout=400)
     assert done.rc == 0, done.tail()
     (result,) = [one for one in results(node).values() if one["image"] == digest(node, "real")]
     library = result["libraries"]["libds41k_idx.so"]
