@@ -30,35 +30,54 @@ LAYERS = {"base": ["1", "2"], "final": ["1", "2", "3"], "devel": ["8", "9"], "ot
 
 
 @pytest.mark.parametrize(
-    ("fresh", "pulled", "name"),
+    ("fresh", "pulled", "made", "name"),
     [
-        ({"localhost/x:1": "final"}, [], "localhost/x:1"),
-        ({"localhost/x:2": "final", "localhost/x:1": "final"}, [], "localhost/x:1"),
+        ({"localhost/x:1": "final"}, [], "", "localhost/x:1"),
+        ({"localhost/x:2": "final", "localhost/x:1": "final"}, [], "", "localhost/x:1"),
         # what it is built on, and what only a stage of it was built on
-        ({"docker.io/b:1": "base", "localhost/x:1": "final"}, [], "localhost/x:1"),
-        ({"docker.io/d:1": "devel", "localhost/x:1": "final"}, ["devel"], "localhost/x:1"),
-        # a store of images that tells of a digest also for what was built
-        ({"x:1": "final"}, ["final"], "x:1"),
+        ({"b:1": "base", "x:1": "final"}, ["base"], "", "x:1"),
+        ({"localhost/stage:1": "base", "localhost/x:1": "final"}, [], "", "localhost/x:1"),
+        ({"d:1": "devel", "x:1": "final"}, ["devel"], "", "x:1"),
+        # an engine that tells of a digest also for what it built
+        ({"x:1": "final"}, ["final"], "", "x:1"),
+        # made before, and the same again; its base was pulled again, or not
+        ({}, [], "old:1", "old:1"),
+        ({"b:1": "base"}, ["base"], "old:1", "old:1"),
+        # made before, and now it is another one
+        ({"y:1": "other"}, [], "old:1", "y:1"),
     ],
 )
 def test_the_image_that_the_script_made_is_told_from_what_it_pulled(
-    fresh: dict[str, str], pulled: list[str], name: str
+    fresh: dict[str, str], pulled: list[str], made: str, name: str
 ) -> None:
-    layers = {image: LAYERS[image] for image in fresh.values()}
-    assert pack.choose_image(fresh, layers, pulled) == name
+    layers = {image: LAYERS[image] for image in [*fresh.values(), *(["final"] if made else [])]}
+    assert pack.choose_image(fresh, layers, pulled, made) == name
 
 
 def test_none_and_several_are_refused_with_their_names_and_the_variable() -> None:
     remedy = "set serving_image_pack_image to the name of the one that replicas run"
     with pytest.raises(ImageError) as caught:
-        pack.choose_image({}, {}, [])
+        pack.choose_image({}, {}, [], "")
     assert str(caught.value) == (
         f"docker/build.sh of the pack made no image with a name, or none that changed; {remedy}"
     )
     fresh = {"localhost/x:1": "final", "localhost/y:1": "other", "docker.io/d:1": "devel"}
-    with pytest.raises(ImageError) as caught:
-        pack.choose_image(fresh, {image: LAYERS[image] for image in fresh.values()}, ["devel"])
-    assert str(caught.value) == f"docker/build.sh of the pack made 2 images: localhost/x:1, localhost/y:1; {remedy}"
+    for made in ("", "localhost/x:1"):
+        with pytest.raises(ImageError) as caught:
+            pack.choose_image(fresh, {image: LAYERS[image] for image in fresh.values()}, ["devel"], made)
+        assert str(caught.value) == f"docker/build.sh of the pack made or pulled localhost/x:1, localhost/y:1; {remedy}"
+    # The same image as before, or another one that looks pulled?
+    with pytest.raises(ImageError, match=r"made or pulled d:1; "):
+        pack.choose_image({"d:1": "devel"}, {image: LAYERS[image] for image in ("devel", "final")}, ["devel"], "x:1")
+
+
+def test_the_image_that_the_operator_named_must_be_there() -> None:
+    there = {"localhost/x:latest": "1", "y:2": "2"}
+    assert pack.named_image("x", there) == ("localhost/x:latest", "1")
+    assert pack.named_image("localhost/x:latest", there) == ("localhost/x:latest", "1")
+    assert pack.named_image("y:2", there) == ("y:2", "2")
+    with pytest.raises(ImageError, match=r"made no image z:1; there are now localhost/x:latest, y:2$"):
+        pack.named_image("z:1", there)
 
 
 def test_only_libraries_that_are_new_or_have_other_bytes_are_the_kernels(tmp_path: Path) -> None:

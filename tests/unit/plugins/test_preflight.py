@@ -347,6 +347,14 @@ def test_every_check_fails_or_warns_on_some_machine_and_is_good_on_the_good_one(
     assert {*CHECK_NAMES} - shown == {"space", "apt_lock", "topology"}
 
 
+def test_a_packs_recipe_without_a_pack_is_refused() -> None:
+    sources = {**SOURCES["8x"], "pack": {"type": "path", "path": "/srv/pack"}}
+    (found,) = check_inventory(profile("8x"), {}, SOURCES["8x"], "pack")
+    assert (found["check"], found["level"]) == ("sources", "failure")
+    assert found["seen"].startswith("serving_image_recipe: pack needs a pack") and "sources.pack" in found["remedy"]
+    assert [check["level"] for check in check_inventory(profile("8x"), {}, sources, "pack")] == ["ok"]
+
+
 def test_a_locked_apt_names_who_holds_it(tmp_path: Path) -> None:
     root = host_fixtures.lay_out("good-8x", tmp_path)
     host_fixtures.lock(root, "/var/lib/dpkg/lock-frontend", 4711, "/usr/bin/python3 /usr/bin/unattended-upgrade")

@@ -211,51 +211,69 @@ def _named_images(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _made_image(request: Request, engine: Engine, state: State, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return name and id of the image that the pack's script made."""
-    if request.pack_image:
-        found = _docker(environment, "image", "inspect", "--format", "{{.Id}}", request.pack_image)
-        return request.pack_image, found.removeprefix("sha256:")
     after = _named_images(environment)
-    fresh = {name: image for name, image in after.items() if state.before.get(name) != image}
-    layers = {}
+    if request.pack_image:
+        return named_image(request.pack_image, after)
+    # To Podman, what has no registry is localhost's: all else was pulled.
+    fresh = {
+        name: image
+        for name, image in after.items()
+        if state.before.get(name) != image and (engine.docker or name.startswith("localhost/"))
+    }
+    made = state.made if state.made in after else ""
+    layers: dict[str, list[str]] = {}
     pulled = set()
-    for name, image in fresh.items():
+    for image in {*fresh.values(), *([after[made]] if made else [])}:
         found = json.loads(_docker(environment, "image", "inspect", image))[0]
         layers[image] = list((found.get("RootFS") or {}).get("Layers") or [])
-        if found.get("RepoDigests") if engine.docker else not name.startswith("localhost/"):
+        if engine.docker and found.get("RepoDigests"):
             pulled.add(image)
-    # Built before with the same result (perhaps for other kernels), it neither appears nor changes.
-    name = choose_image(fresh, layers, pulled) if fresh or state.made not in after else state.made
+    name = choose_image(fresh, layers, pulled, made)
     return name, after[name]
 
 
-def choose_image(fresh: Mapping[str, str], layers: Mapping[str, list[str]], pulled: Iterable[str]) -> str:
+def named_image(wanted: str, there: Mapping[str, str]) -> tuple[str, str]:
+    """Return full name and id of the image that the operator named, among those that are there.
+
+    :param wanted: a name, with or without its tag; Podman puts `localhost/` before one that has no registry.
+    """
+    tagged = wanted if ":" in wanted.rpartition("/")[2] else f"{wanted}:latest"
+    for name in (tagged, f"localhost/{tagged}"):
+        if name in there:
+            return name, there[name]
+    raise ImageError(
+        f"serving_image_pack_image: {IMAGE_SCRIPT} of the pack made no image {wanted}; there are now "
+        f"{', '.join(sorted(there)) or 'none'}"
+    )
+
+
+def choose_image(fresh: Mapping[str, str], layers: Mapping[str, list[str]], pulled: Iterable[str], made: str) -> str:
     """Return the name of the one image that a script made.
 
     :param fresh: ids by name of what appeared or changed while it ran.
-    :param layers: each id's layers; what another new image is built on is not what the script was to make.
-    :param pulled: ids that came from a registry, as far as it shows.
+    :param layers: the layers of these ids and of the image made before; what one of them is built on was pulled, or is
+        a step on the way.
+    :param pulled: ids that came from a registry, as far as it shows: some engines say so of what they built, too.
+    :param made: name of the image that was made before, empty when there is none. Built again with the same result
+        (perhaps for other kernels), it neither appears nor changes.
     :raises ImageError: when it is none, or more than one.
     """
-    ids = [
-        image
-        for image in dict.fromkeys(fresh.values())
-        if not any(
-            len(other) > len(layers[image]) and other[: len(layers[image])] == layers[image]
-            for other in layers.values()
-        )
-    ]
+    ids = [image for image in dict.fromkeys(fresh.values()) if not _is_below(layers[image], layers.values())]
     built = [image for image in ids if image not in set(pulled)]
-    if len(built) == 1:
-        ids = built
-    if len(ids) == 1:
+    ids = built or ids
+    if len(ids) == 1 and (built or not made or made in fresh):
         return min(name for name, image in fresh.items() if image == ids[0])
-    names = sorted(name for name, image in fresh.items() if image in (built or ids))
-    seen = (
-        f"made {len(names)} images: {', '.join(names)}" if names else "made no image with a name, or none that changed"
-    )
+    if not ids and made:
+        return made
+    names = sorted(name for name, image in fresh.items() if image in ids)
+    seen = f"made or pulled {', '.join(names)}" if names else "made no image with a name, or none that changed"
     raise ImageError(
         f"{IMAGE_SCRIPT} of the pack {seen}; set serving_image_pack_image to the name of the one that replicas run"
     )
+
+
+def _is_below(layers: list[str], others: Iterable[list[str]]) -> bool:
+    return any(len(other) > len(layers) and other[: len(layers)] == layers for other in others)
 
 
 def _take_over(request: Request, name: str, environment: Mapping[str, str]) -> str:
