@@ -1,4 +1,4 @@
-"""Where artifacts.yml and serve.yml call the role `kernels`, and for which plans; the other roles are stand-ins."""
+"""Where serve.yml has the kernels checked, and for which plans; the roles are stand-ins."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import yaml
 from tests.unit.plugins.playbooks import ROOT, run_playbook
 
 ROLES = {
-    "model_weights": ["main"],
-    "kernels": ["main", "qualify"],
-    "serving_image": ["main", "forget_archives"],
+    "kernels": ["qualify"],
     "topology": ["main"],
     "serving_plan": ["resolve"],
     "replica": ["retire", "main", "switch"],
@@ -23,7 +21,7 @@ ROLES = {
 }
 
 
-def calls(folder: Path, playbook: str, plan: dict[str, Any], recipe: str = "own") -> list[str]:
+def calls(folder: Path, plan: dict[str, Any], recipe: str) -> list[str]:
     """Run the playbook; return the entry points that were called, in order."""
     collection = folder / "collections/ansible_collections/serving/gpu_node"
     for role, names in ROLES.items():
@@ -31,7 +29,7 @@ def calls(folder: Path, playbook: str, plan: dict[str, Any], recipe: str = "own"
         for name in names:
             task = {"ansible.builtin.debug": {"msg": f"called: {role}/{name}"}}
             (collection / "roles" / role / "tasks" / f"{name}.yml").write_text(yaml.safe_dump([task]))
-    (folder / "play.yml").write_text((ROOT / "playbooks" / playbook).read_text())
+    (folder / "play.yml").write_text((ROOT / "playbooks" / "serve.yml").read_text())
     local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
     variables = {"serving_plan_result": plan, "serving_image_result": {"recipe": recipe}}
     inventory = {"gpu_nodes": {"hosts": {"here": local}, "vars": variables}}
@@ -53,14 +51,6 @@ GPU = {"device": "cuda", "kernels": {}}
 CPU = {"device": "cpu", "kernels": {}}
 
 
-@pytest.mark.parametrize(("plan", "expected"), [(WITH, ["kernels/main"]), (GPU, []), (CPU, [])])
-def test_kernels_are_named_before_the_image_where_a_switch_wants_them(
-    tmp_path: Path, plan: dict[str, Any], expected: list[str]
-) -> None:
-    found = calls(tmp_path, "artifacts.yml", plan)
-    assert found == ["model_weights/main", *expected, "serving_image/main", "serving_image/forget_archives"]
-
-
 @pytest.mark.parametrize(
     ("plan", "recipe", "expected"),
     [
@@ -74,5 +64,5 @@ def test_kernels_are_named_before_the_image_where_a_switch_wants_them(
 def test_kernels_are_checked_before_the_plan_is_completed(
     tmp_path: Path, plan: dict[str, Any], recipe: str, expected: list[str]
 ) -> None:
-    found = calls(tmp_path, "serve.yml", plan, recipe)
+    found = calls(tmp_path, plan, recipe)
     assert found[: len(expected) + 2] == [*expected, "serving_plan/resolve", "replica/retire"]
