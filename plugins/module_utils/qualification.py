@@ -38,6 +38,7 @@ SWITCHES = (
 # Settings whose kernels only a pack's own image has.
 ABSENT = ("moe_kernel", "all_reduce_8bit", "packed_engram_gather", "gathered_lm_head", "replicated_wkv_min_rows")
 _NOT_HERE = "not in this image"
+_SLOWER = "is slower than what it replaces"
 NAMES = (*(switch.setting for switch in SWITCHES), *ABSENT)
 
 
@@ -144,7 +145,7 @@ def decide(plan: dict[str, Any], records: list[dict[str, Any]], recipe: str) -> 
         if forced:
             why = "has no effect with this image" if doubt == _NOT_HERE else "has no report that allows it"
             made.warnings.append(f"{name}: on because serving_plan_overrides says so, and it {why}: {doubt}")
-        elif wanted and doubt and doubt != _NOT_HERE and "slower" not in doubt:
+        elif wanted and doubt and doubt != _NOT_HERE and _SLOWER not in doubt:
             made.warnings.append(f"{name}: off: {doubt}")
         made.switches.append(
             {
@@ -186,7 +187,7 @@ def _doubt(switch: Switch, records: Iterable[dict[str, Any]], rows: int) -> str:
         for kernel in switch.kernels if switch.gain else ():
             slow = _slower(verdicts[kernel], rows)
             if slow:
-                return f"{kernel} is slower than what it replaces {where}: {slow}"
+                return f"{kernel} {_SLOWER} {where}: {slow}"
     return ""
 
 
