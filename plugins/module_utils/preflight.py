@@ -115,8 +115,9 @@ def check_inventory(
         wrong, unfilled = check_source(key, artifact["source"])
         problems += wrong
         missing += unfilled
-    problems += recipe_problems(recipe, bool(laid.get("pack", {}).get("source")))
     wanted = "a source that cannot move"
+    unmade = recipe_problems(recipe, bool(laid.get("pack", {}).get("source")))
+    checks += [finding("sources", FAILURE, *split_remedy(text, "a pack to make the image")) for text in unmade]
     checks += [finding("sources", FAILURE, *split_remedy(text, wanted)) for text in problems]
     checks += [
         finding("sources", FAILURE, f"{text} is empty", wanted, "fill it in (a revision is a commit's 40 hex digits)")

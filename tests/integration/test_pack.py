@@ -118,7 +118,7 @@ def built(node: Node) -> Play:
 
 
 def name_of(node: Node) -> str:
-    (tag,) = images(node, IMAGE)
+    (tag,) = set(images(node, IMAGE)) - {"try"}
     return f"{IMAGE}:{tag}"
 
 
@@ -204,6 +204,17 @@ def test_two_images_are_refused_until_one_is_named(node: Node, built: Play) -> N
     assert (code, error) == (0, "")
     (found,) = json.loads(node.ssh(f"podman image inspect {IMAGE}:try"))
     assert found["Labels"]["second"] == "1"
+    node.ssh(f"podman rmi {IMAGE}:try")
+
+
+def test_a_repository_that_is_the_recipe_makes_the_same(node: Node, built: Play) -> None:
+    """Its image is what the engine has under that name already, so nothing appears or changes."""
+    code, said_there, error = attempt(node, "/srv/pack/recipe")
+    assert (code, error) == (0, "")
+    assert "5 kernel libraries: fp8ar.so" in said_there
+    layers = "podman image inspect --format '{{.RootFS.Layers}}'"
+    first, second = (node.ssh(f"{layers} {image}") for image in (f"{IMAGE}:try", name_of(node)))
+    assert first.split()[:-1] == second.split()[:-1]
     node.ssh(f"podman rmi {IMAGE}:try")
 
 
