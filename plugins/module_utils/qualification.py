@@ -133,7 +133,7 @@ def decide(plan: dict[str, Any], records: list[dict[str, Any]], recipe: str) -> 
     :param records: one for each model of GPU that replicas run on.
     :param recipe: what made the image: ``pack``, or nothing for an image of our own.
     """
-    kernels = plan.get("kernels", {})
+    kernels = plan["kernels"]
     if not kernels:
         return Decisions(plan["settings"])
     made = Decisions({**plan["settings"], **kernels["wanted"]})

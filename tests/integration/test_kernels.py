@@ -49,7 +49,7 @@ PREPARE = f"""\
 set -e
 mkdir -p /etc/containers /etc/cdi /srv/plain/root/usr /srv/tools/root/usr/local/bin /srv/tools/root/{PACKAGES}/torch
 printf '[containers]\\ndefault_sysctls = []\\n' >/etc/containers/containers.conf
-cd /srv/plain/root && mkdir -p tmp proc sys dev etc root run var src lib-out report
+cd /srv/plain/root && mkdir -p tmp proc sys dev etc root run var
 cp -a /bin /lib /lib64 . && cp -a /usr/bin /usr/lib /usr/lib64 usr/
 apt-get -qq update && apt-get -qq install -y --no-install-recommends podman crun >/dev/null 2>&1
 cd /srv/tools/root && cat >usr/local/bin/nvcc && chmod 0755 usr/local/bin/nvcc
