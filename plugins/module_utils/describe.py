@@ -165,7 +165,8 @@ def _engine_lines(replicas: list[dict[str, Any]], settings: dict[str, Any]) -> l
     """Return the engine's command and the recipe's environment once, and what differs between the replicas."""
     first, *others = replicas
     lines = command_line(first["engine_args"])
-    recipe = " ".join(f"{name}={value}" for name, value in recipe_environment(settings).items())
+    shown = {**recipe_environment(settings), **settings["engine_env"]}
+    recipe = " ".join(f"{name}={value}" for name, value in shown.items())
     lines += textwrap.wrap(f"environment: {recipe}", WIDTH, subsequent_indent="  ")
     for other in others:
         differs = {key: value for key, value in other["engine_args"].items() if first["engine_args"].get(key) != value}

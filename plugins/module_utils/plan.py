@@ -31,6 +31,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.qualification imp
 from ansible_collections.serving.gpu_node.plugins.module_utils.settings import (
     AUTO,
     SettingsError,
+    check_engine_env,
     recipe_environment,
     resolve_settings,
 )
@@ -129,7 +130,13 @@ def _environment(
         }
     else:
         common["OMP_NUM_THREADS"] = str(replica["cpu_count"])
-    return {**recipe, **common, **loopback, **caches, **fixed}
+    return {**recipe, **common, **loopback, **caches, **fixed, **settings["engine_env"]}
+
+
+def _check_env(profile: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    # Which names the plan sets itself does not depend on where a replica is.
+    own = _environment(profile, {**settings, "engine_env": {}}, {"cpu_count": 1}, profile["environment"])
+    return check_engine_env(settings["engine_env"], [*own, "CUDA_VISIBLE_DEVICES"])
 
 
 def _seat(index: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +286,7 @@ def build_plan(
             problems += _check_balancer(asked, client_auth)
         raise PlanError(problems) from error
     wrong_args = check_engine_args(settings["engine_args"])
-    problems = wrong_args + _check_balancer(settings, client_auth)
+    problems = wrong_args + _check_env(profile, settings) + _check_balancer(settings, client_auth)
     artifacts, wrong, missing = _artifacts(profile, settings, sources)
     places, warnings, unplaced = _place(profile, settings, topology)
     # Arguments that are none are told once, and not reckoned with.

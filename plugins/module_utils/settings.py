@@ -140,6 +140,7 @@ SETTINGS: dict[str, Setting] = {
         "int", "seconds", "a replica with running requests and no progress for this long goes out", minimum=2
     ),
     "engine_args": Setting("mapping", "", "more vLLM arguments by their long names, laid over the profile's"),
+    "engine_env": Setting("mapping", "", "more environment variables of the engine: what a pack's own image asks for"),
 }
 # A setting of this value is worked out by the plan, where the profile itself says so.
 AUTO = "auto"
@@ -267,6 +268,32 @@ def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dic
 def environment_names(names: Iterable[str]) -> set[str]:
     """Return the recipe's names of settings."""
     return {SETTINGS[name].environment for name in names}
+
+
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Everything in the environment is shown with the plan.
+_SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|PASSWORD|SECRET)$", re.IGNORECASE)
+
+
+def check_engine_env(given: dict[str, Any], own: Iterable[str]) -> list[str]:
+    """Return a sentence for every environment variable that cannot be given to the engine.
+
+    :param own: the names that the plan sets itself.
+    """
+    problems, taken = [], set(own)
+    for name, value in given.items():
+        where = f"engine_env: '{name}'"
+        if not isinstance(name, str) or not _ENVIRONMENT_NAME.fullmatch(name):
+            problems.append(f"{where} is no name of an environment variable; write letters, digits and _")
+        elif _SECRET.search(name):
+            problems.append(f"{where} looks like a secret, and the environment is shown with the plan; leave it out")
+        elif name in _BY_ENVIRONMENT:
+            problems.append(f"{where} is a setting; set {_BY_ENVIRONMENT[name]} in serving_plan_overrides")
+        elif name in taken:
+            problems.append(f"{where} is set by the plan itself; leave it out")
+        elif not isinstance(value, str) or not value.isprintable():
+            problems.append(f"{where}: {value!r:.80} is no text in one line; write it in quotes")
+    return problems
 
 
 def recipe_environment(settings: dict[str, Any]) -> dict[str, str]:

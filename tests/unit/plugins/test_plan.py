@@ -190,6 +190,30 @@ def test_arguments_that_the_plan_decides(name: str) -> None:
     assert problems({"engine_args": {name: 1}}) == [f"engine_args: '{name}' is not for overriding; {OWNED[name]}"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MAX_NUM_SEQS", "8", "is a setting; set max_num_seqs in serving_plan_overrides"),
+        ("HF_HUB_OFFLINE", "0", "is set by the plan itself"),
+        ("OMP_NUM_THREADS", "8", "is set by the plan itself"),
+        ("CUDA_VISIBLE_DEVICES", "0", "is set by the plan itself"),
+        ("VLLM_API_KEY", "x", "looks like a secret"),
+        ("A-B", "x", "is no name of an environment variable"),
+        ("A", 1, "1 is no text in one line; write it in quotes"),
+        ("A", "x\ny", "is no text in one line"),
+    ],
+)
+def test_environment_that_the_engine_cannot_be_given(name: str, value: Any, said: str) -> None:
+    (problem,) = problems({"engine_env": {name: value}})
+    assert problem.startswith(f"engine_env: '{name}'") and said in problem
+
+
+def test_what_a_pack_asks_for_reaches_the_engine_and_is_shown() -> None:
+    plan = resolved({"engine_env": {"PACK_HOOKS": "/opt/pack/recipe/hooks"}})
+    assert "PACK_HOOKS=/opt/pack/recipe/hooks\n" in plan["replicas"][0]["files"]["engine.env"]
+    assert any("PACK_HOOKS=/opt/pack/recipe/hooks" in line for line in describe_plan(plan, {}))
+
+
 def test_quoted_json_for_the_engine() -> None:
     (problem,) = problems({"engine_args": {"hf-overrides": "'{\"a\": 1}'"}})
     assert "begins with a quote" in problem
@@ -322,6 +346,7 @@ THE_CONTAINERS: list[dict[str, Any]] = [
     {"shutdown_timeout": 30},
     {"engine_args": {"max-logprobs": 3}},
     {"engine_args": {"enforce-eager": False}},
+    {"engine_env": {"PACK_HOOKS": "/opt/pack/recipe/hooks"}},
     {"replicas": 1},
 ]
 
