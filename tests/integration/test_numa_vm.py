@@ -175,7 +175,9 @@ def unpack(machine: Node, resolved: dict[str, Any]) -> None:
 def looks(prepared: VirtualMachine, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernel says of each replica's container, both running."""
     image = prepared.ssh(MAKE_IMAGE, stdin=ENGINE, timeout=300).strip()
-    resolved = resolve_plan(plan, {"model": "0" * 64}, {"ref": "localhost/gpu-node/stand-in:latest", "id": image}, [], [])
+    resolved = resolve_plan(
+        plan, {"model": "0" * 64}, {"ref": "localhost/gpu-node/stand-in:latest", "id": image}, [], []
+    )
     unpack(prepared, resolved)
     for index in (0, 1):
         unit = f"vllm-replica@{index}.service"
