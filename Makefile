@@ -61,7 +61,7 @@ molecule: venv
 	$(call step,Molecule scenario prepare: driver and container runtime on a fresh node,molecule test -s prepare </dev/null)
 
 integration: venv
-	$(call step,Integration tests on real nodes,pytest tests/integration -m 'not full')
+	$(call step,Integration tests on real nodes,pytest tests/integration -m 'not full' --durations=12)
 
 test: ## lint, unit tests, the Molecule scenarios and the integration tests
 	@$(MAKE) lint
@@ -71,4 +71,4 @@ test: ## lint, unit tests, the Molecule scenarios and the integration tests
 
 test-full: test ## `make test`, then the slow tests
 	$(call step,Slow tests of scenario prepare,PREPARE_TESTS=full molecule test -s prepare </dev/null)
-	$(call step,Slow integration tests,pytest tests/integration -m full)
+	$(call step,Slow integration tests,pytest tests/integration -m full --durations=12)
