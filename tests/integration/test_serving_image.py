@@ -185,3 +185,28 @@ def test_a_patch_that_is_upstream_already_is_named(node: Node, digest: str, buil
     line = refused(node, attempt(node, base=f"{NAME}@{upstream}"))
     assert f"patch {PATCH} is already upstream in vllm in {NAME}@{upstream}" in line
     assert "take it out of patches/series.yml" in line
+
+
+def test_no_room_no_such_digest_and_no_credentials_are_one_line_each(node: Node, digest: str, built: str) -> None:
+    absent = f"{NAME}@sha256:{'0' * 64}"
+    line = refused(node, attempt(node, base=absent, free_gib=10**6))
+    assert "too little disk" in line and "1000000 GiB are needed (serving_image_free_gib)" in line
+    line = refused(node, attempt(node, base=absent))
+    assert f"{absent} could not be pulled" in line and "manifest unknown" in line
+    line = refused(node, attempt(node, base=absent, auth_file=""))
+    assert f"{absent} could not be pulled" in line and "serving_image_registries" in line
+    assert "authentication required" in line
+
+
+def test_a_build_that_is_killed_has_no_name_and_the_next_one_goes_on(node: Node, digest: str, built: str) -> None:
+    base = f"{NAME}@{digest}"
+    assert attempt(node, base=base).returncode == 0
+    for step in ("step 2 of 4", "step 3 of 4"):
+        node.ssh(f"podman rmi {IMAGE}:try >/dev/null; rm -f /srv/try.cdx.json")
+        # Killed, not asked to end, as soon as it says that it is there.
+        kill = f"grep -q -m1 '{step}' && pkill -9 -f 'gpu_node_image --folder /srv/[t]ry'"
+        node.run(f"{PROGRAM} /srv/try build | ({kill})", timeout=120)
+        assert f"{IMAGE}:try" not in tags(node)
+        assert node.run("test -e /srv/try.cdx.json").returncode == 1
+        assert node.run(f"{PROGRAM} /srv/try build", timeout=120).returncode == 0
+        assert f"{IMAGE}:try" in tags(node)
