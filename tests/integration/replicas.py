@@ -71,7 +71,14 @@ class Site:
         return (row["state"], row["out"]) == ("active", [])
 
     def wait_serving(self, index: int) -> None:
+        """In, and no nginx process is left that would send its requests elsewhere."""
         wait_until(f"replica {index} serves again", lambda: self.serves(index), START_S, every_s=1)
+        serving = sum(self.serves(one) for one in (0, 1))
+        wait_until(
+            "nginx takes it over",
+            lambda: all(self.client.ask("/health").json()["replicas"] == serving for _ in range(8)),
+            20,
+        )
 
     def wait_out(self, index: int, reason: str) -> None:
         """Out for that one reason, and no nginx process is left that would still send it a request."""

@@ -122,8 +122,10 @@ def test_a_killed_engine_breaks_only_what_ran_on_it(site: Site) -> None:
 def test_a_killed_conmon_leaves_no_orphan(site: Site) -> None:
     server, monitor, mark = site.server(1), site.monitor(1), site.mark()
     with site.load() as load:
-        fault = site.signal("KILL", monitor)
-        wait_until("the engine without its monitor ends", lambda: not site.alive(server), 20)
+        site.signal("KILL", monitor)
+        wait_until("the engine without its monitor ends", lambda: not site.alive(server), 20, every_s=0.05)
+        # It took requests until then.
+        fault = time.time()
         load.wait_for_answers(8)
         site.wait_serving(1)
         assert site.served_by(site.session(1)) == site.upstream(1)

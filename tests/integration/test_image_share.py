@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,12 +48,14 @@ class Images:
 
 
 @pytest.fixture(scope="module")
-def fleet(node: Callable[[str], Node], tmp_path_factory: pytest.TempPathFactory) -> Images:
+def fleet(node: Callable[[str], Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     first, second = with_registry(node("image")), node("image2")
     second.ssh(
         "apt-get -qq update && apt-get -qq install -y --no-install-recommends podman crun >/dev/null 2>&1", timeout=300
     )
-    return Images(first, second, Fleet([first, second], None, tmp_path_factory.mktemp("share")))
+    yield Images(first, second, Fleet([first, second], None, tmp_path_factory.mktemp("share")))
+    # The first one is bare again for the tests that come after these.
+    first.ssh("podman rmi -af >/dev/null; rm -rf /var/lib/gpu-node /etc/gpu-node")
 
 
 @pytest.mark.full
