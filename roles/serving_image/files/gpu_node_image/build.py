@@ -255,7 +255,7 @@ def save(request: Request, folder: Path) -> None:
             "needed; make room, or name a registry (serving_image_registry)"
         )
     half = folder / ".image.tar"
-    # This format alone keeps an image as it is: through Docker's it would come out under another id.
+    # This format keeps an image's id, which nodes compare.
     argv = ["podman", "save", "--format", "oci-archive", "--output", str(half), request.ref]
     podman.work(f"an archive of {request.ref}, {need:.1f} GiB", argv, request.folder / "save.log", os.environ)
     half.replace(archive)
