@@ -77,6 +77,12 @@ def test_a_stream_comes_token_by_token(site: Site) -> None:
     assert all(shares.count(part) >= 3 for part in range(8)), shares
 
 
+def test_an_answer_closes_its_connection(site: Site) -> None:
+    """Also for a client that would keep it: a reload closes idle connections, and a request sent just then is lost."""
+    answer = site.new_client(keep=True).complete(1)
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
