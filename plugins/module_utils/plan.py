@@ -319,18 +319,28 @@ def build_plan(
             "address": settings["balancer_address"],
             "port": settings["balancer_port"],
             "status_port": settings["balancer_status_port"],
+            "announce": settings["balancer_announce"],
         },
         "service": {
             "start_timeout": settings["start_timeout"],
             "drain_timeout": settings["drain_timeout"],
             "shutdown_timeout": settings["shutdown_timeout"],
-            # Longer than the drain and the engine's own shutdown together, or systemd cuts streams that may still end.
-            "stop_timeout": settings["drain_timeout"] + settings["shutdown_timeout"] + 90,
+            # Longer than announcing, the drain and the engine's own shutdown together, or systemd cuts streams that may
+            # still end.
+            "stop_timeout": settings["balancer_announce"]
+            + settings["drain_timeout"]
+            + settings["shutdown_timeout"]
+            + 90,
             "restart_delay": RESTART_DELAY_SECONDS,
             "start_burst": START_BURST,
             "start_limit_interval": start_limit + 60,
         },
         "prober": {"interval": settings["prober_interval"], "stall": settings["prober_stall"]},
+        "gate": {
+            # A window that is too short for them is no reason to fail a release.
+            "tokens": min(settings["gate_tokens"], max(settings["max_model_len"] // 2, 4)),
+            "speed_factor": settings["gate_speed_factor"],
+        },
         "replicas": replicas,
     }
 
@@ -348,6 +358,8 @@ def node_config(plan: dict[str, Any]) -> dict[str, Any]:
         "drain_timeout_s": service["drain_timeout"],
         "start_timeout_s": service["start_timeout"],
         "shutdown_timeout_s": service["shutdown_timeout"],
+        "announce_s": balancer["announce"],
+        "gate": plan["gate"],
         "prober": {
             "interval_s": prober["interval"],
             "http_timeout_s": 5,

@@ -130,6 +130,13 @@ SETTINGS: dict[str, Setting] = {
     "balancer_status_port": Setting(
         "int", "TCP port", "loopback port on which the balancer tells its own state", minimum=1, maximum=65535
     ),
+    "balancer_announce": Setting(
+        "int",
+        "seconds",
+        "how long /health answers 503 while requests are still served, before the last replica that is in goes out: "
+        "a balancer in front of the node stops sending; 0 does without",
+        maximum=600,
+    ),
     "drain_timeout": Setting("int", "seconds", "longest wait for running requests before a stop", minimum=1),
     "shutdown_timeout": Setting(
         "int", "seconds", "how long the engine finishes running requests after it was told to stop", minimum=1
@@ -138,6 +145,19 @@ SETTINGS: dict[str, Setting] = {
     "prober_interval": Setting("int", "seconds", "time between two looks at a replica", minimum=1, maximum=3600),
     "prober_stall": Setting(
         "int", "seconds", "a replica with running requests and no progress for this long goes out", minimum=2
+    ),
+    "gate_tokens": Setting(
+        "int",
+        "tokens",
+        "a replica that was switched generates this many before it goes in again",
+        minimum=4,
+        maximum=512,
+    ),
+    "gate_speed_factor": Setting(
+        "number",
+        "share",
+        "a new release may generate no slower than this share of the one before; 0 does not look at it",
+        maximum=1,
     ),
     "engine_args": Setting("mapping", "", "more vLLM arguments by their long names, laid over the profile's"),
     "engine_env": Setting("mapping", "", "more environment variables of the engine: what a pack's own image asks for"),

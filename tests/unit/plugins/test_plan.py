@@ -330,6 +330,9 @@ NOT_THE_CONTAINERS: list[dict[str, Any]] = [
     {"start_timeout": 1200},
     {"prober_interval": 9},
     {"prober_stall": 90},
+    {"balancer_announce": 0},
+    {"gate_tokens": 8},
+    {"gate_speed_factor": 0},
 ]
 THE_CONTAINERS: list[dict[str, Any]] = [
     {"served_model_name": "other"},
@@ -519,14 +522,21 @@ def test_the_node_tools_configuration() -> None:
         "drain_timeout_s": 7,
         "start_timeout_s": 600,
         "shutdown_timeout_s": 60,
+        "announce_s": 2,
+        "gate": {"tokens": 64, "speed_factor": 0.2},
         "prober": {"interval_s": 5, "http_timeout_s": 5, "http_failures": 2, "stall_s": 30, "idle_probe_s": 30},
     }
 
 
+def test_the_gate_asks_for_no_more_than_half_the_window() -> None:
+    plan = intent({"max_model_len": 100, "max_num_batched_tokens": 100})
+    assert node_config(plan)["gate"]["tokens"] == 50
+
+
 def test_systemd_waits_longer_than_what_it_waits_for() -> None:
-    plan = intent({"drain_timeout": 100, "shutdown_timeout": 50, "start_timeout": 200})
+    plan = intent({"balancer_announce": 30, "drain_timeout": 100, "shutdown_timeout": 50, "start_timeout": 200})
     service = plan["service"]
-    assert service["stop_timeout"] > 100 + 50
+    assert service["stop_timeout"] > 30 + 100 + 50
     assert service["start_limit_interval"] > service["start_burst"] * (200 + service["restart_delay"])
 
 
