@@ -1,0 +1,211 @@
+# Copyright: the gpu_node authors
+# MIT License (see LICENSE)
+"""Who may say what a node has to run: one rollout at a time, and one whose controller is gone holds nobody up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+# A rollout in one of these states holds its node.
+HELD = ("staged", "running")
+STATES = (*HELD, "done", "failed")
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+class RecordError(ValueError):
+    """The record on the node is not one of ours."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a controller wants of a node.
+
+    ``targets`` are release ids by replica, empty to go back to what was there before the latest rollout (``back``).
+    ``whole``: the node is touched although no release differs.
+    """
+
+    rollout: str
+    by: str
+    controller: Mapping[str, Any]
+    now: float
+    since: str
+    targets: Mapping[str, str] = field(default_factory=dict)
+    back: bool = False
+    whole: bool = False
+    lease: float = 21600
+    take_over: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node shows: the release that each replica points at, those that do not serve it, whether a job runs.
+
+    ``alive``: whether the controller of the record's rollout still runs, where that can be told and was looked up.
+    """
+
+    current: Mapping[str, str | None]
+    unsettled: frozenset[str] = frozenset()
+    job: bool = False
+    alive: bool | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comes of a wish: the record that has to be there, or why not."""
+
+    record: dict[str, Any] | None
+    differs: tuple[str, ...] = ()
+    changed: bool = False
+    renewed: bool = False
+    conflict: str = ""
+    note: str = ""
+    ask: bool = False
+
+
+def check_record(value: Any, where: str) -> dict[str, Any]:
+    """Return a record as it was read, or say that it is none.
+
+    :raises RecordError: when something of it is missing or of a wrong type.
+    """
+    texts = ("rollout", "by", "since", "state", "step")
+    if (
+        not isinstance(value, dict)
+        or not all(isinstance(value.get(name), str) for name in texts)
+        or not all(isinstance(value.get(name), dict) for name in ("targets", "before", "controller"))
+        or not isinstance(value.get("renewed"), (int, float))
+        or value["state"] not in STATES
+    ):
+        raise RecordError(f"{where} is no record of a rollout: look at `gpu-node status`, then remove the file")
+    return value
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them: ``40 s``, ``7 min``, ``3 h``."""
+    for size, unit in _UNITS:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether two controllers are the same run."""
+    return all(one.get(name) == other.get(name) for name in ("host", "pid", "started"))
+
+
+def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether a process id means the same to both: the same host, and the same space of processes on it."""
+    return one.get("host") == other.get("host") and one.get("space", "") == other.get("space", "")
+
+
+def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
+    """Decide on a wish: take the node, go on with what is ours, or say who holds it.
+
+    :param record: what ``wanted.json`` holds now, or None.
+    """
+    targets, back_of, nothing = _targets(record, wish, seen)
+    if nothing:
+        return Verdict(record, note=nothing)
+    same = record is not None and record["targets"] == targets
+    note, adopt = "", False
+    if record is not None and record["state"] in HELD and not same_process(record["controller"], wish.controller):
+        held = _held(record, wish, seen)
+        if held.conflict or held.ask:
+            return held
+        if seen.job and not same:
+            return Verdict(
+                record,
+                conflict=f"{_who(record, wish, seen)}. Its controller is gone, but its job runs on this node until it "
+                "ends, with other releases than are wanted now. Wait for it (journalctl -fu gpu-node-rollout), "
+                "then run this again",
+            )
+        note, adopt = held.note, seen.job
+    differs = tuple(
+        index for index, release in targets.items() if seen.current.get(index) != release or index in seen.unsettled
+    )
+    if record is not None and same and record["state"] == "done" and not differs and not wish.whole:
+        return Verdict(record)
+    if record is not None and same and record["state"] in HELD:
+        ours = same_process(record["controller"], wish.controller)
+        if ours or adopt:
+            # The job that runs, or will, knows the rollout by this id.
+            kept = {**record, "controller": dict(wish.controller), "renewed": wish.now}
+            return Verdict(kept, differs, changed=not ours, renewed=True, note=note)
+    current = {index: seen.current.get(index) for index in targets}
+    if record is not None and same and record["state"] != "done":
+        # What served when these releases were first wanted stays the way back.
+        current = {**current, **{index: record["before"][index] for index in targets if index in record["before"]}}
+    touched = bool(differs) or wish.whole
+    fresh = {
+        "schema": SCHEMA,
+        "rollout": wish.rollout,
+        "by": wish.by,
+        "controller": dict(wish.controller),
+        "since": wish.since,
+        "renewed": wish.now,
+        "state": "staged" if touched else "done",
+        "step": "waits for its turn" if touched else "no replica differs",
+        "error": "",
+        "outcome": None,
+        "targets": targets,
+        "before": current,
+        "back_of": back_of,
+    }
+    return Verdict(fresh, differs, changed=True, note=note)
+
+
+def _targets(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> tuple[dict[str, str], str | None, str]:
+    """Return the wanted releases, the rollout that they take back, and why there is nothing to want."""
+    if not wish.back:
+        return dict(wish.targets), None, ""
+    if record is None:
+        return {}, None, "no rollout is known on this node, so there is nothing to take back"
+    if record.get("back_of") is not None:
+        if record["state"] == "done":
+            return {}, None, f"rollout {record['back_of']} was taken back already"
+        return dict(record["targets"]), record["back_of"], ""
+    wanted = {index: record["before"].get(index) or seen.current.get(index) for index in record["targets"]}
+    targets = {index: release for index, release in wanted.items() if release}
+    if not targets:
+        return {}, None, f"nothing served here before rollout {record['rollout']}"
+    return targets, record["rollout"], ""
+
+
+def _age(record: dict[str, Any], wish: Wish, seen: Seen) -> float:
+    return 0 if seen.job else max(wish.now - record["renewed"], 0)
+
+
+def _who(record: dict[str, Any], wish: Wish, seen: Seen) -> str:
+    step = f", {record['step']}" if record["step"] else ""
+    return (
+        f"rollout {record['rollout']} of {record['by']} has this node since {record['since']} "
+        f"({record['state']}{step}; last sign of it {duration(_age(record, wish, seen))} ago)"
+    )
+
+
+def _held(record: dict[str, Any], wish: Wish, seen: Seen) -> Verdict:
+    """Say whether another rollout holds the node still; ``note`` says that it is taken over."""
+    who, theirs = _who(record, wish, seen), record["controller"]
+    if same_machine(theirs, wish.controller):
+        if seen.alive is None:
+            return Verdict(record, ask=True)
+        if not seen.alive:
+            return Verdict(record, note=f"takes over: {who}; its controller runs no more")
+        return Verdict(
+            record,
+            conflict=f"{who}. Its ansible-playbook runs on this controller (process {theirs.get('pid')}): wait for its "
+            "end, or end it",
+        )
+    if wish.take_over == record["rollout"]:
+        return Verdict(record, note=f"takes over, as told: {who}")
+    age = _age(record, wish, seen)
+    if age > wish.lease:
+        return Verdict(record, note=f"takes over: {who}, longer than rollout_lease ({duration(wish.lease)})")
+    return Verdict(
+        record,
+        conflict=f"{who}. Its controller is {theirs.get('host')}, where this one cannot look: wait for its end, or "
+        f"when you know that it runs no more, -e rollout_take_over={record['rollout']}. Without a sign of it for "
+        f"{duration(wish.lease)} (rollout_lease) it is taken over by itself",
+    )
