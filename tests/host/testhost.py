@@ -631,9 +631,12 @@ class NodeSpec:
     name: str
     publish: tuple[str, ...]
     volumes: tuple[str, ...]
+    # one that was made of the node image, with packages of a test in it; empty is the node image itself
+    image: str = ""
 
     def fingerprint(self) -> str:
-        return json.dumps({"publish": sorted(self.publish), "volumes": sorted(self.volumes)}, sort_keys=True)
+        fields = {"publish": sorted(self.publish), "volumes": sorted(self.volumes)}
+        return json.dumps({**fields, **({"image": self.image} if self.image else {})}, sort_keys=True)
 
 
 def parse_publish(text: str) -> str:
@@ -735,7 +738,7 @@ def create(spec: NodeSpec) -> None:
                     f"port {port.split(':')[0]} on 127.0.0.1 is in use: choose another one or free it"
                 ) from err
     try:
-        docker(*run_argv(spec, ref, machine.pip.wheel_dirs))
+        docker(*run_argv(spec, spec.image or ref, machine.pip.wheel_dirs))
     except HostError:
         run([client(), "rm", "-f", "-v", spec.name])
         raise
@@ -800,12 +803,12 @@ def wait_for_ssh(name: str, port: int, timeout_s: float = 30) -> None:
     raise HostError(f"node {name} does not answer SSH on 127.0.0.1:{port} within {timeout_s:.0f} s: {why}")
 
 
-def up(name: str, ssh_port: int | None, publish: Sequence[str], volumes: Sequence[str]) -> None:
+def up(name: str, ssh_port: int | None, publish: Sequence[str], volumes: Sequence[str], image: str = "") -> None:
     ensure_docker()
     ensure_tools()
     ensure_keys()
     ports = ([f"{ssh_port}:22"] if ssh_port else []) + list(publish)
-    spec = NodeSpec(name, tuple(ports), tuple(volumes))
+    spec = NodeSpec(name, tuple(ports), tuple(volumes), image)
     found = container(name)
     if found is not None and found[1] != spec.fingerprint():
         raise HostError(
@@ -891,6 +894,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     one.add_argument("--ssh-port", type=parse_port, help="port of the node's sshd on this machine's loopback")
     one.add_argument("--publish", type=parse_publish, action="append", default=[], metavar="HOST:CONTAINER")
     one.add_argument("--volume", type=parse_volume, action="append", default=[], metavar="SRC:DST[:ro]")
+    one.add_argument("--image", default="", help="an image made of the node image, instead of it")
     verbs.add_parser("down", help="remove a node and its volume").add_argument("name", type=parse_name)
     verbs.add_parser("purge", help="remove every trace")
     return parser.parse_args(argv)
@@ -904,7 +908,7 @@ def main(argv: Sequence[str]) -> int:
         elif options.verb == "image":
             say(f"node image {ensure_image()[0]}")
         elif options.verb == "up":
-            up(options.name, options.ssh_port, options.publish, options.volume)
+            up(options.name, options.ssh_port, options.publish, options.volume, options.image)
         elif options.verb == "down":
             down(options.name)
         else:
