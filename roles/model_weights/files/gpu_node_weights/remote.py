@@ -260,7 +260,7 @@ class Remote:
 
     def _begin_workers(self) -> None:
         request = self._request
-        count = request.processes or max(1, min(4, cores() // 2, len(self._pending)))
+        count = request.processes or max(1, min(4, cores(), len(self._pending)))
         home = self._incoming / "home"
         home.mkdir(parents=True, exist_ok=True)
         for number in range(count):
