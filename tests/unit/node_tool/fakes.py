@@ -12,7 +12,7 @@ from unittest import mock
 
 from gpu_node import config, files
 from gpu_node.config import linked_release
-from gpu_node.engine import Completion, Engine, Metrics
+from gpu_node.engine import Completion, Engine, Generation, Metrics
 from gpu_node.errors import EngineError, ToolError
 from gpu_node.host import Host, Result
 from gpu_node.live import LiveNode
@@ -65,6 +65,11 @@ class FakeEngine(Engine):
         self.frozen = False
         self.names = ["tiny"]
         self.counters = Metrics(0, 0, 100, 50, 0)
+        self.tokens_per_s = 100.0
+        self.speeds: list[float] = []  # of the next generations, then tokens_per_s again
+        self.text = "word "
+        self.one_event = False
+        self.cut_at: int | None = None  # tokens after which it ends although more were asked for
 
     def healthy(self, timeout_s: float) -> bool:
         return self.up
@@ -86,6 +91,14 @@ class FakeEngine(Engine):
             raise EngineError(f"{self.name} did not answer within {timeout_s:.0f} s")
         return Completion("tiny", "", 3, max_tokens, 0.1, 0.05 if stream else None)
 
+    def generate(self, model: str, tokens: int, timeout_s: float) -> Generation:
+        if not self.up or self.frozen:
+            raise EngineError(f"{self.name} did not answer within {timeout_s:.0f} s")
+        speed = self.speeds.pop(0) if self.speeds else self.tokens_per_s
+        came = tokens if self.cut_at is None else min(tokens, self.cut_at)
+        arrivals = [0.05 + place / speed for place in range(came)]
+        return Generation(self.text * came, came, tuple(arrivals[-1:] if self.one_event else arrivals))
+
 
 class FakeUnit:
     """A replica's unit. running: the release whose container runs."""
@@ -94,6 +107,8 @@ class FakeUnit:
         self.active = "inactive"
         self.sub = "dead"
         self.running: str | None = None
+        self.restarts = 0
+        self.enabled = "enabled"
 
 
 class FakeTool(Tool):
@@ -104,9 +119,9 @@ class FakeTool(Tool):
     def engine(self, index: int) -> Engine:
         return self.world.engines[index]
 
-    def wait_idle(self, index: int, timeout_s: float) -> Any:
+    def wait_idle(self, index: int, timeout_s: float, say: Callable[[str], None] | None = None) -> Any:
         with mock.patch("gpu_node.tool.Engine", lambda *_: self.world.engines[index]):
-            return super().wait_idle(index, timeout_s)
+            return super().wait_idle(index, timeout_s, say)
 
 
 class World(Host):
@@ -132,6 +147,8 @@ class World(Host):
         self.driver_hangs = False
         self.failing: set[int] = set()  # starts that are under way and will fail
         self.stale: set[int] = set()  # replicas with a stale container
+        self.kernel: list[tuple[float, str]] = []  # the kernel's log: when, and what
+        self.on_start: Callable[[int], None] = lambda _: None
         self.kill_at: int | None = None
         self._effects = 0
         self._played = 0
@@ -247,7 +264,8 @@ class World(Host):
         tool.membership.render()
         self.served = self.paths.members_conf.read_text()
         for index in self.units:
-            self._start(index)
+            if not self.paths.held.exists():
+                self._start(index)
 
     # -- killing the tool -------------------------------------------------------------------------------------------
 
@@ -290,6 +308,9 @@ class World(Host):
     def _dispatch(self, argv: list[str]) -> Result:
         if argv[0] == "nginx":
             return Result(1, stderr="nginx: [emerg] unknown directive") if self.nginx_refuses else Result(0)
+        if argv[:4] == ["journalctl", "-q", "-t", "kernel"]:
+            since = float(argv[argv.index("--since") + 1].removeprefix("@"))
+            return Result(0, "\n".join(json.dumps({"MESSAGE": text}) for at, text in self.kernel if at >= since))
         if argv[0] == "journalctl":
             lines = [json.dumps({"MESSAGE": line, "_PID": "77"}) for line in ("loading weights", "boom")]
             return Result(0, "\n".join(lines))
@@ -303,7 +324,11 @@ class World(Host):
         index = int(argv[-1].partition("@")[2].partition(".")[0])
         unit = self.units[index]
         if argv[1] == "show":
-            return Result(0, f"LoadState=loaded\nActiveState={unit.active}\nSubState={unit.sub}\nMainPID=0\n")
+            return Result(
+                0,
+                f"LoadState=loaded\nActiveState={unit.active}\nSubState={unit.sub}\nMainPID=0\n"
+                f"NRestarts={unit.restarts}\nUnitFileState={unit.enabled}\n",
+            )
         if argv[1] == "stop":
             if index in self.stuck:
                 return Result(1, stderr="timed out")
@@ -316,6 +341,9 @@ class World(Host):
             # Joins the start that is under way.
             unit.active, unit.sub = ("activating", "auto-restart") if index in self.failing else ("active", "running")
             return Result(1, stderr="Job failed.") if index in self.failing else Result(0)
+        if argv[1] == "start" and self.paths.held.exists():
+            # The unit's condition is not met: nothing happens, and that is no error to systemd.
+            return Result(0)
         if argv[1] == "start":
             return Result(0) if unit.active == "active" or self._start(index) else Result(1, stderr="Job failed.")
         assert argv[1] == "reset-failed"
@@ -334,6 +362,7 @@ class World(Host):
             unit.active, unit.sub = "activating", "auto-restart"
             return False
         unit.active, unit.sub, unit.running = "active", "running", release
+        self.on_start(index)
         cgroup = f"/system.slice/vllm-replica@{index}.service"
         self.process(200 + index, "conmon", ["conmon"], cgroup=cgroup)
         self.process(100 + index, "vllm", ["python3", *COMMAND], 200 + index, cgroup, [9000 + index])

@@ -31,10 +31,11 @@ def test_status(world: World) -> None:
     world.said.clear()
     assert gpu_node(world, "status", "--json") == 0
     first, second = json.loads(world.said[0])
-    assert list(first) == list(status.COLUMNS)
+    assert list(first) == [*status.COLUMNS, *status.MORE]
     assert first == {
         "index": 0, "unit": "vllm-replica@0.service", "port": 8000, "cpus": "0", "memory_node": "0",
         "model": "model-A", "release": world.releases[0, "A"], "previous": None, "state": "active", "out": [],
+        "running": world.releases[0, "A"], "drift": [], "rollout": None, "differs": False,
     }  # fmt: skip
     assert second["out"] == ["operator"]
     assert gpu_node(world, "status") == 0

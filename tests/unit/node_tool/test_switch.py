@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from gpu_node.config import linked_release
-from gpu_node.errors import BalancerError, ConfigError
+from gpu_node.errors import BalancerError, ConfigError, RefusedError
 from gpu_node.live import LiveNode
-from gpu_node.switch import Journal, RefusedError, StepError, parse_journal, switch, way_back
+from gpu_node.switch import Journal, StepError, parse_journal, switch, way_back
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -200,9 +200,10 @@ def test_nginx_broken_meanwhile_is_finished_later(world: World) -> None:
     node = LiveNode(world.tool())
     real = node.verify
 
-    def verify(index: int) -> None:
-        real(index)
+    def verify(index: int, since: float, before: float | None) -> float:
+        speed = real(index, since, before)
         world.nginx_refuses = True
+        return speed
 
     node.verify = verify  # type: ignore[method-assign]
     with pytest.raises(BalancerError, match="unknown directive"):
@@ -228,7 +229,7 @@ def kill_at(world: World, index: int, name: str, effect: int) -> bool:
 def half_switched(world: World, index: int = 0, name: str = "B", step: str = "start") -> None:
     node = LiveNode(world.tool())
 
-    def die(_: int) -> None:
+    def die(*_: object) -> None:
         raise Killed
 
     setattr(node, {"start": "start", "gate": "verify"}[step], die)
@@ -284,7 +285,7 @@ def test_warns_when_the_other_is_out(world: World) -> None:
 def test_gate_of_a_unit_that_is_not_active(world: World) -> None:
     world.units[0].active = "failed"
     with pytest.raises(StepError, match="is failed"):
-        LiveNode(world.tool()).verify(0)
+        LiveNode(world.tool()).verify(0, world.now, None)
 
 
 @given(st.text())

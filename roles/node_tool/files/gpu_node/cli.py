@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gpu_node import drain, files, prober, smoke, status
+from gpu_node import drain, files, history, prober, releases, smoke, status
 from gpu_node.config import load_node
 from gpu_node.errors import ConfigError, ToolError
 from gpu_node.host import Host
 from gpu_node.live import LiveNode
 from gpu_node.membership import Applied
 from gpu_node.paths import Paths
+from gpu_node.rollout import Rollout, refuse_while_held
 from gpu_node.switch import OUTCOMES, switch, way_back
+from gpu_node.table import as_table
 from gpu_node.tool import Tool
 from gpu_node.unit import UnitSteps, stop_without_configuration
 
@@ -23,7 +25,7 @@ USAGE_ERROR = 2
 
 def _status(tool: Tool, options: argparse.Namespace) -> int:
     table = status.rows(tool)
-    tool.host.say(json.dumps(table) if options.json else status.as_table(table))
+    tool.host.say(json.dumps(table) if options.json else status.as_text(tool, table))
     return 0
 
 
@@ -32,11 +34,14 @@ def _drain(tool: Tool, options: argparse.Namespace) -> int:
     tool.node.replica(index)
     stood = "operator" in tool.reasons.of(index)
     try:
-        applied = tool.membership.take_out(index, "operator", tool.by)
+        applied = tool.membership.go_out(
+            index, "operator", tool.by, lambda text: tool.host.say(f"replica {index}: {text}")
+        )
         drain.prove_out(tool.membership, tool.host, applied)
     except ToolError:
         if not stood:
             tool.reasons.remove(index, "operator")
+            tool.membership.stay(index)
         raise
     tool.host.say(f"replica {index}: out of the balancer (generation {applied.generation})")
     timeout_s = tool.node.drain_timeout_s if options.timeout is None else options.timeout
@@ -72,7 +77,12 @@ def _probe(tool: Tool, options: argparse.Namespace) -> int:
 
 def _switch_to(tool: Tool, index: int, find: Callable[[LiveNode], str], force_drain: bool) -> int:
     tool.node.replica(index)
-    with files.lock(tool.paths.switch_lock, tool.by, timeout_s=0):
+    # A rollout keeps the first lock all the time, also between two replicas.
+    with (
+        files.lock(tool.paths.rollout_lock, tool.by, timeout_s=0),
+        files.lock(tool.paths.switch_lock, tool.by, timeout_s=0),
+    ):
+        refuse_while_held(tool.paths)
         node = LiveNode(tool)
         journal = switch(node, index, find(node), force_drain)
     if journal is None:
@@ -88,6 +98,26 @@ def _switch(tool: Tool, options: argparse.Namespace) -> int:
 
 def _rollback(tool: Tool, options: argparse.Namespace) -> int:
     return _switch_to(tool, options.replica, lambda node: way_back(node, options.replica), options.force_drain)
+
+
+def _rollout(tool: Tool, options: argparse.Namespace) -> int:
+    return Rollout(tool, options.rollout, options.force_drain).run(options.bake, options.error_budget)
+
+
+def _leave(tool: Tool, options: argparse.Namespace) -> int:
+    return Rollout(tool, options.rollout, options.force_drain).leave()
+
+
+def _history(tool: Tool, options: argparse.Namespace) -> int:
+    lines = history.read(tool.paths)[-options.lines :] if options.lines else []
+    tool.host.say(json.dumps(lines) if options.json else history.as_text(lines))
+    return 0
+
+
+def _releases(tool: Tool, options: argparse.Namespace) -> int:
+    table = releases.rows(tool)
+    tool.host.say(json.dumps(table) if options.json else as_table(releases.COLUMNS, table))
+    return 0
 
 
 def _report(tool: Tool, applied: Applied) -> int:
@@ -155,6 +185,22 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return share
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
     main_parser = argparse.ArgumentParser(prog="gpu-node", description="The serving node's own command.")
@@ -188,6 +234,28 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--force-drain", action="store_true", help="stop although requests still run")
     sub = verb("rollback", _rollback, "Switch a replica to its previous release.", replica=True)
     sub.add_argument("--force-drain", action="store_true", help="stop although requests still run")
+    sub = verb(
+        "rollout", _rollout,
+        help_text="Bring every replica to what rollout ID wants, then watch them. Run again, it goes on."
+        " Exit 2: refused; 3: a replica was rolled back; 4: one stays out; 5: the watch found errors.",
+    )  # fmt: skip
+    sub.add_argument("rollout", metavar="ID", help="id of the rollout, as in wanted.json")
+    sub.add_argument("--bake", type=_seconds, default=0, metavar="S", help="seconds to watch (default: 0)")
+    sub.add_argument(
+        "--error-budget", type=_share, default=0.0, metavar="SHARE",
+        help="share of answers on /v1 that may have a status from 500 on (default: 0)",
+    )  # fmt: skip
+    sub.add_argument("--force-drain", action="store_true", help="stop although requests still run")
+    sub = verb(
+        "leave", _leave,
+        help_text="Take the whole node out and stop its replicas until `gpu-node rollout ID`. Exit 2: refused.",
+    )  # fmt: skip
+    sub.add_argument("rollout", metavar="ID", help="id of the rollout, as in wanted.json")
+    sub.add_argument("--force-drain", action="store_true", help="stop although requests still run")
+    sub = verb("history", _history, "Show the switches that this node has finished.")
+    sub.add_argument("--json", action="store_true")
+    sub.add_argument("-n", "--lines", type=_count, default=20, metavar="K", help="the last K (default: 20)")
+    verb("releases", _releases, "Show the releases on this node.").add_argument("--json", action="store_true")
     verb("render", _render, "Write the balancer's files; nginx is left alone.")
     verb("apply", _apply, "Write the balancer's files, test them and reload nginx.")
     sub = verb("smoke", _smoke, "Ask every replica and the balancer for completions. Exit 1: one failed.")

@@ -39,7 +39,9 @@ class Fields:
             raise ConfigError(f"{self._where}: {name!r} is missing: {RUN_PLAYBOOK}")
         value = self._value[name]
         if type(value) is not kind or not valid(value):
-            expected = wanted or {int: "an integer", str: "a text", list: "a list", dict: "an object"}[kind]
+            expected = (
+                wanted or {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}[kind]
+            )
             raise ConfigError(f"{self._where}: {name!r}: expected {expected}, found {_shown(value)}: {RUN_PLAYBOOK}")
         return value
 
@@ -54,6 +56,14 @@ class Fields:
 
     def texts(self, name: str) -> list[str]:
         return self.take(name, list, lambda value: all(isinstance(item, str) for item in value), "a list of texts")
+
+    def share(self, name: str) -> float:
+        """A number from 0 to 1; JSON writes the whole ones without a point."""
+        kind = int if type(self._value.get(name)) is int else float
+        return float(self.take(name, kind, lambda value: 0 <= value <= 1, "a share from 0 to 1"))
+
+    def has(self, name: str) -> bool:
+        return name in self._value
 
     def object(self, name: str) -> "Fields":
         return Fields(self._value.get(name), f"{self._where}: {name!r}")
@@ -106,6 +116,14 @@ class ProberConfig:
 
 
 @dataclass(frozen=True)
+class GateConfig:
+    """What a new release has to do. speed_factor: the least share of the speed before; 0: speed is not looked at."""
+
+    tokens: int = 64
+    speed_factor: float = 0.5
+
+
+@dataclass(frozen=True)
 class NodeConfig:
     """node.json."""
 
@@ -117,6 +135,9 @@ class NodeConfig:
     start_timeout_s: int
     shutdown_timeout_s: int
     prober: ProberConfig
+    # How long /health says that the node leaves before its last replica goes out.
+    announce_s: int = 10
+    gate: GateConfig = GateConfig()
 
     def replica(self, index: int) -> ReplicaConfig:
         for replica in self.replicas:
@@ -124,6 +145,11 @@ class NodeConfig:
                 return replica
         known = ", ".join(str(replica.index) for replica in self.replicas)
         raise ConfigError(f"there is no replica {index}: this node has {known}")
+
+
+def _parse_gate(gate: Fields) -> GateConfig:
+    tokens = gate.take("tokens", int, lambda count: 4 <= count <= 512, "a count from 4 to 512")
+    return GateConfig(tokens, gate.share("speed_factor"))
 
 
 def parse_node(value: Any, where: str) -> NodeConfig:
@@ -167,6 +193,9 @@ def parse_node(value: Any, where: str) -> NodeConfig:
             stall_s=prober.seconds("stall_s"),
             idle_probe_s=prober.seconds("idle_probe_s"),
         ),
+        # A node that is being upgraded has the file of the version before for a moment.
+        announce_s=node.seconds("announce_s", least=0) if node.has("announce_s") else NodeConfig.announce_s,
+        gate=_parse_gate(node.object("gate")) if node.has("gate") else NodeConfig.gate,
     )
 
 

@@ -12,7 +12,7 @@ from gpu_node.proc import Proc
 
 SAME_ANSWERS = 5  # answers in a row, each over a new connection, that show the new generation
 QUIET_SAMPLES = 2
-SAMPLE_EVERY_S = 0.5
+SAMPLE_EVERY_S = 0.25
 REPORT_EVERY_S = 5
 
 
@@ -63,7 +63,9 @@ def look(replica: ReplicaConfig, engine: Engine, proc: Proc) -> Sample:
     return Sample(connections, metrics.running + metrics.waiting)
 
 
-def wait_idle(take: Callable[[], Sample], host: Host, prefix: str, timeout_s: float) -> Sample | None:
+def wait_idle(
+    take: Callable[[], Sample], host: Host, prefix: str, timeout_s: float, say: Callable[[str], None]
+) -> Sample | None:
     """Wait until the replica is idle: None; or what still ran after timeout_s."""
     started = host.clock()
     report = started + REPORT_EVERY_S
@@ -77,6 +79,6 @@ def wait_idle(take: Callable[[], Sample], host: Host, prefix: str, timeout_s: fl
         if now - started >= timeout_s and not samples[-1].quiet:
             return samples[-1]
         if now >= report:
-            host.say(f"{prefix}draining, {now - started:.0f} s: {samples[-1]}")
+            say(f"{prefix}draining, {now - started:.0f} s: {samples[-1]}")
             report += REPORT_EVERY_S
         host.sleep(SAMPLE_EVERY_S)

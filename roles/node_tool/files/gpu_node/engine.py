@@ -44,6 +44,20 @@ class Completion:
         return self.completion_tokens / max(self.seconds, 1e-6)
 
 
+@dataclass(frozen=True)
+class Generation:
+    """One streamed answer of a wanted length. arrivals: seconds at which an event with tokens came."""
+
+    text: str
+    completion_tokens: int
+    arrivals: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed: without the time to the first token. An engine with speculation sends several in an event."""
+        return (self.completion_tokens - 1) / max(self.arrivals[-1] - self.arrivals[0], 1e-6) if self.arrivals else 0.0
+
+
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*", re.ASCII)
 
 
@@ -112,6 +126,31 @@ def _text(answer: Any, part: str) -> str:
         return answer["choices"][0][part].get("content") or ""
     except (KeyError, IndexError, TypeError, AttributeError):
         return ""
+
+
+def _delta(event: Any) -> str | None:
+    """The text that an event adds, thoughts too; None when it is no event of the first choice."""
+    try:
+        delta = event["choices"][0]["delta"]
+        return "".join(str(delta.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def _opens(event: Any) -> bool:
+    """Whether the event names the role, as the first one of a stream does."""
+    return "role" in event["choices"][0]["delta"]
+
+
+def _chat(model: str, max_tokens: int) -> dict[str, Any]:
+    """The body of a short chat completion."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "chat_template_kwargs": {"thinking": False},
+    }
 
 
 class Engine:
@@ -186,13 +225,7 @@ class Engine:
 
         Thinking is switched off: with it on, a small max_tokens gives an empty text.
         """
-        body: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "chat_template_kwargs": {"thinking": False},
-        }
+        body = _chat(model, max_tokens)
         started = time.monotonic()
         if stream:
             done = self._streamed(body, started, timeout_s)
@@ -209,12 +242,29 @@ class Engine:
             raise EngineError(f"{self.name} answered without a generated token")
         return done
 
-    def _streamed(self, body: dict[str, Any], started: float, timeout_s: float) -> Completion:
+    def generate(self, model: str, tokens: int, timeout_s: float) -> Generation:
+        """Have exactly that many tokens streamed, and note when they came. Raises EngineError."""
+        body = _chat(model, tokens) | {"ignore_eos": True}
+        started = time.monotonic()
+        texts: list[str] = []
+        arrivals: list[float] = []
+        count: int | None = None
+        for event in self._events(body, started, timeout_s):
+            delta = _delta(event)
+            # The first event only names the role, and the last one only brings the usage.
+            if delta is not None and (delta != "" or not _opens(event)):
+                arrivals.append(time.monotonic() - started)
+                texts.append(delta)
+            if event.get("usage"):
+                count = _usage(event, "completion_tokens")
+        if count is None:
+            raise EngineError(f"{self.name} ended its stream without usage.completion_tokens")
+        return Generation("".join(texts), count, tuple(arrivals))
+
+    def _events(self, body: dict[str, Any], started: float, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """The events of a streamed chat completion as they come. Raises EngineError."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         path = "/v1/chat/completions"
-        first: float | None = None
-        texts: list[str] = []
-        model, usage = "", None
         try:
             with self._open("POST", path, body, timeout_s) as response:
                 for event in parse_events(iter(response.readline, b"")):
@@ -223,15 +273,22 @@ class Engine:
                         raise TimeoutError
                     if not isinstance(event, dict) or "error" in event:
                         raise EngineError(f"{self.name}{path} sent an error: {self._redacted(json.dumps(event))[:300]}")
-                    if event.get("choices") and first is None:
-                        first = time.monotonic() - started
-                    model = str(event.get("model") or model)
-                    texts.append(_text(event, "delta"))
-                    usage = event if event.get("usage") else usage
+                    yield event
         except TimeoutError:
             raise EngineError(f"{self.name}{path} did not end its stream within {timeout_s:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.name}{path} broke its stream: {type(error).__name__}") from None
+
+    def _streamed(self, body: dict[str, Any], started: float, timeout_s: float) -> Completion:
+        first: float | None = None
+        texts: list[str] = []
+        model, usage = "", None
+        for event in self._events(body, started, timeout_s):
+            if event.get("choices") and first is None:
+                first = time.monotonic() - started
+            model = str(event.get("model") or model)
+            texts.append(_text(event, "delta"))
+            usage = event if event.get("usage") else usage
         return Completion(
             model,
             "".join(texts),

@@ -29,5 +29,9 @@ class GateError(ToolError):
     """A check that has to pass before the next step did not."""
 
 
+class RefusedError(ToolError):
+    """What was asked for may not begin; nothing was changed."""
+
+
 class StoppedError(Exception):
     """Somebody stops what this step was to start. No ToolError: nothing may take it for a failure and go on."""

@@ -36,6 +36,20 @@ def atomic_write(path: Path, text: str, mode: int = 0o644) -> None:
     _sync_directory(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to the file's end. A kill may leave it cut off: then the next one begins on a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        cut_off = False
+        if end:
+            stream.seek(end - 1)
+            cut_off = stream.read(1) != b"\n"
+        stream.write((("\n" if cut_off else "") + line + "\n").encode(errors="replace"))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def replace_link(path: Path, target: str) -> None:
     """Point the symbolic link at the target, without a moment in which there is no link."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def engine_lines(entries: list[Entry], index: int, count: int) -> list[str]:
 def read_unit(host: Host, unit: str, since: float, count: int = 300) -> list[Entry]:
     """The unit's last entries since a time (seconds since the epoch); none when there is no journal."""
     done = host.run(
-        ["journalctl", "-q", "-u", unit, "--since", f"@{since:.0f}", "-n", str(count), "-o", "json", "--no-pager"],
+        ["journalctl", "-q", "-u", unit, "--since", f"@{int(since)}", "-n", str(count), "-o", "json", "--no-pager"],
         timeout_s=20,
     )
     return parse_journal(done.stdout)

@@ -1,8 +1,9 @@
 """The one owner of the balancer's membership: renders it from the out-reasons, tests, reloads, proves the takeover."""
 
 import contextlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from gpu_node.reasons import Reasons
 LOCK_TIMEOUT_S = 60
 TAKEOVER_TIMEOUT_S = 15
 SECRET_MODE = 0o600
+ANNOUNCE_REPORT_S = 10
+# What announced its leaving and then neither went out nor said that it stays was killed in between.
+FORGOTTEN_AFTER_S = 60
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,88 @@ class Membership:
         with self.locked():
             for reason in removed:
                 self.reasons.remove(index, reason)
+            self.stay(index)
             return self._apply()
+
+    def stay(self, index: int) -> None:
+        """Take back what was announced when the replica is in. Under the lock."""
+        if self._paths.leaving.exists() and not self.reasons.of(index):
+            files.remove(self._paths.leaving)
+
+    def _members(self) -> list[int]:
+        return [replica.index for replica in self._node.replicas if not self.reasons.of(replica.index)]
+
+    def go_out(
+        self,
+        index: int,
+        reason: str,
+        by: str,
+        say: Callable[[str], None],
+        serves: Callable[[], bool] = lambda: True,
+    ) -> Applied:
+        """take_out, but the last replica that is in first has /health say that the node leaves.
+
+        Meanwhile it serves on, and a balancer in front of the node has time to send its requests elsewhere. serves:
+        whether it can; one that died goes at once.
+        """
+        with self.locked():
+            # Decided under the lock: of two that stop at once, one goes and the other one is the last.
+            if self._members() != [index] or not self._announces() or not serves():
+                self.reasons.add(index, reason, by)
+                return self._apply()
+            self._announce(by)
+        self._wait_announced(say, lambda: self._members() == [index])
+        return self.take_out(index, reason, by)
+
+    def announce(self, by: str, say: Callable[[str], None]) -> None:
+        """Have /health say that the node leaves, long enough for a balancer in front of it. Nothing goes out yet."""
+        with self.locked():
+            if not self._members() or not self._announces():
+                return
+            self._announce(by)
+        self._wait_announced(say, lambda: True)
+
+    def _announces(self) -> bool:
+        return self._node.announce_s > 0 and self._nginx() is not None
+
+    def _announced_at(self) -> float | None:
+        """When the leaving was announced; None: it was not."""
+        try:
+            return float(json.loads(files.read_text(self._paths.leaving) or "null")["since"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+
+    def _announce(self, by: str) -> None:
+        # One that stands, of a run that was killed, has been heard for some time already.
+        if self._announced_at() is None:
+            note = {"since": self._host.wall_clock(), "by": by}
+            files.atomic_write(self._paths.leaving, json.dumps(note) + "\n")
+
+    def _wait_announced(self, say: Callable[[str], None], alone: Callable[[], bool]) -> None:
+        # A clock that was set back must not make it longer.
+        left = min((self._announced_at() or 0) + self._node.announce_s - self._host.wall_clock(), self._node.announce_s)
+        until = report = self._host.clock()
+        until += left
+        # Nobody waits when it was taken back, or another replica came in meanwhile.
+        while (now := self._host.clock()) < until and self._paths.leaving.exists() and alone():
+            if now >= report:
+                say(f"/health says that this node leaves; {until - now:.0f} s until it takes no more requests")
+                report += ANNOUNCE_REPORT_S
+            self._host.sleep(min(1.0, until - now))
+
+    def forget_leaving(self) -> None:
+        """Take back an announcement that nobody follows up: a replica is in, and it is long past."""
+        since = self._announced_at()
+        if since is None and not self._paths.leaving.exists():
+            return
+        past = self._host.wall_clock() - (since or 0)
+        if self._members() and not 0 <= past < self._node.announce_s + FORGOTTEN_AFTER_S:
+            files.remove(self._paths.leaving)
 
     def reconcile(self) -> None:
         """Apply when files or nginx lag behind the reasons, as after a kill or a repaired nginx. Cheap when not."""
         with self.locked():
+            self.forget_leaving()
             text = files.read_text(self._paths.members_conf) or ""
             generation = nginx.parse_generation(text)
             served = self.served_generation()

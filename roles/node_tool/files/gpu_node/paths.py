@@ -51,8 +51,48 @@ class Paths:
     def switch_lock(self) -> Path:
         return self.root / "run/lock/gpu-node-switch.lock"
 
+    @property
+    def rollout_lock(self) -> Path:
+        return self.root / "run/lock/gpu-node-rollout.lock"
+
+    @property
+    def wanted_lock(self) -> Path:
+        return self.root / "run/lock/gpu-node-wanted.lock"
+
+    @property
+    def wanted(self) -> Path:
+        """What this node has to run, and who said so."""
+        return self.root / "var/lib/gpu-node/wanted.json"
+
+    @property
+    def held(self) -> Path:
+        """While it is there, no replica starts: the units' condition."""
+        return self.root / "var/lib/gpu-node/held"
+
+    @property
+    def leaving(self) -> Path:
+        """While it is there, /health says 503: nginx looks for it."""
+        return self.root / "var/lib/gpu-node/leaving"
+
+    @property
+    def history(self) -> Path:
+        return self.root / "var/lib/gpu-node/history.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """What nginx serves as the node's own metrics."""
+        return self.root / "run/gpu-node/metrics.prom"
+
+    @property
+    def access_log(self) -> Path:
+        return self.root / "var/log/nginx/access.log"
+
+    @property
+    def releases(self) -> Path:
+        return self.root / "var/lib/gpu-node/releases"
+
     def release(self, release_id: str) -> Path:
-        return self.root / "var/lib/gpu-node/releases" / release_id
+        return self.releases / release_id
 
     def replica(self, index: int) -> Path:
         """What of a replica survives a reboot."""
@@ -64,6 +104,10 @@ class Paths:
 
     def journal(self, index: int) -> Path:
         return self.replica(index) / "switch.json"
+
+    def running(self, index: int) -> Path:
+        """The id of the release that the replica's container was started from."""
+        return self.volatile(index) / "release"
 
     def probe_memory(self, index: int) -> Path:
         return self.volatile(index) / "probe.json"

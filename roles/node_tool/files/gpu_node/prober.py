@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from gpu_node import files
+from gpu_node import metrics as own_metrics
 from gpu_node.config import ProberConfig, ReplicaConfig
 from gpu_node.engine import Metrics
 from gpu_node.errors import EngineError, ParseError, ToolError
@@ -160,6 +161,7 @@ class Prober:
                 return Verdict.KEEP, "generates, but its unit is being stopped"
             tool.reasons.remove(index, "unit")
             tool.reasons.remove(index, "prober")
+            tool.membership.stay(index)
         tool.membership.apply()
         return Verdict.KEEP, "generates; back in the balancer"
 
@@ -180,6 +182,7 @@ def probe_once(tool: Tool) -> None:
     for replica in tool.node.replicas:
         tool.host.say(Prober(tool, replica).run())
     tool.membership.reconcile()
+    own_metrics.write(tool)
 
 
 def probe_for_ever(tool: Tool, every_s: float) -> None:
@@ -205,6 +208,8 @@ def probe_for_ever(tool: Tool, every_s: float) -> None:
     while files.read_text(config) == version:
         with _reported(tool, said, "balancer"):
             tool.membership.reconcile()
+        with _reported(tool, said, "metrics"):
+            own_metrics.write(tool)
         ended.wait(every_s)
     tool.host.say(f"{config} changed: starting anew")
     ended.set()

@@ -5,11 +5,11 @@ was killed and goes on. All side effects go through `Node`.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from gpu_node.errors import BalancerError, ConfigError, ToolError
+from gpu_node.errors import BalancerError, ConfigError, RefusedError
 
 OUTCOMES = {"new": 0, "refused": 2, "rolled_back": 3, "failed": 4}  # outcome -> exit code
 
@@ -18,13 +18,13 @@ class StepError(Exception):
     """A step of the switch did not come out well; the text says why."""
 
 
-class RefusedError(ToolError):
-    """The switch may not begin."""
-
-
 @dataclass(frozen=True)
 class Journal:
-    """Where a switch is. source: the release that served before (None: none did); outcome: None while unfinished."""
+    """Where a switch is. source: the release that served before (None: none did); outcome: None while unfinished.
+
+    began, started: when the switch and the last start of the unit began, in seconds since the epoch (0: not noted).
+    before, after: tokens/s of the two releases (None: not measured). seconds: what each step took.
+    """
 
     source: str | None
     target: str
@@ -32,12 +32,38 @@ class Journal:
     force_drain: bool = False
     error: str = ""
     outcome: str | None = None
+    began: float = 0.0
+    started: float = 0.0
+    before: float | None = None
+    after: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def dump(self) -> str:
         return json.dumps({
             "from": self.source, "to": self.target, "step": self.step, "force_drain": self.force_drain,
-            "error": self.error, "outcome": self.outcome,
+            "error": self.error, "outcome": self.outcome, "began": self.began, "started": self.started,
+            "before": self.before, "after": self.after, "seconds": dict(self.seconds),
         }) + "\n"  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and abs(value) < 1e15 else None
+
+
+def _notes(value: dict[str, Any]) -> dict[str, Any]:
+    """What a journal notes beyond its steps. A journal of an earlier version has none of it, and is as good."""
+    seconds = value.get("seconds")
+    return {
+        "began": _number(value.get("began")) or 0.0,
+        "started": _number(value.get("started")) or 0.0,
+        "before": _number(value.get("before")),
+        "after": _number(value.get("after")),
+        "seconds": {
+            str(step): number
+            for step, item in (seconds.items() if isinstance(seconds, dict) else ())
+            if (number := _number(item)) is not None
+        },
+    }
 
 
 def parse_journal(text: str, where: str) -> Journal:
@@ -45,8 +71,9 @@ def parse_journal(text: str, where: str) -> Journal:
     try:
         value: Any = json.loads(text)
         journal = Journal(
-            value["from"], value["to"], value["step"], value["force_drain"], value["error"], value["outcome"]
-        )
+            value["from"], value["to"], value["step"], value["force_drain"], value["error"], value["outcome"],
+            **_notes(value),
+        )  # fmt: skip
     except (ValueError, LookupError, TypeError, RecursionError):
         journal = None
     if (
@@ -66,6 +93,12 @@ class Node(Protocol):
     """One node's side effects, each safe to repeat. They raise StepError or, for nginx, BalancerError."""
 
     def say(self, text: str) -> None: ...
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+
+    def clock(self) -> float:
+        """Seconds that only go forward."""
 
     def indexes(self) -> Sequence[int]: ...
 
@@ -101,7 +134,14 @@ class Node(Protocol):
 
     def start(self, index: int) -> None: ...
 
-    def verify(self, index: int) -> None: ...
+    def measure(self, index: int) -> float | None:
+        """The speed of the drained replica in tokens/s; None, and said why, when it cannot be measured."""
+
+    def verify(self, index: int, since: float, before: float | None) -> float:
+        """The gates, for a start at `since`; the speed. before: what it may not fall far below (None: anything)."""
+
+    def finished(self, index: int, journal: Journal) -> None:
+        """Note the finished switch in the history; once, however often it is called for the same one."""
 
 
 def _failed(journal: Journal, error: Exception) -> Journal:
@@ -121,6 +161,15 @@ def _drain(node: Node, index: int, journal: Journal) -> Journal:
             journal, step="undo_drain",
             error=f"replica {index} is not drained: still {left}; nothing changed (--force-drain would cut them)",
         )  # fmt: skip
+    if left:
+        node.say(f"replica {index}: requests still run, so its speed is not measured")
+    return replace(journal, step="stop" if left else "measure")
+
+
+def _measure(node: Node, index: int, journal: Journal) -> Journal:
+    # What was measured before a kill stands: by now the replica may be another one.
+    if journal.before is None and journal.source is not None:
+        journal = replace(journal, before=node.measure(index))
     return replace(journal, step="stop")
 
 
@@ -138,7 +187,7 @@ def _point(node: Node, index: int, journal: Journal) -> Journal:
     # After a reboot between the steps the unit runs again, from the release that is about to be left.
     node.stop(index)
     node.point(index, "current", journal.target)
-    return replace(journal, step="start")
+    return replace(journal, step="start", started=node.now())
 
 
 def _start(node: Node, index: int, journal: Journal) -> Journal:
@@ -147,8 +196,8 @@ def _start(node: Node, index: int, journal: Journal) -> Journal:
 
 
 def _gate(node: Node, index: int, journal: Journal) -> Journal:
-    node.verify(index)
-    return replace(journal, step="in")
+    after = node.verify(index, journal.started or node.now(), journal.before)
+    return replace(journal, step="in", after=after)
 
 
 def _in(node: Node, index: int, journal: Journal) -> Journal:
@@ -167,7 +216,7 @@ def _roll_back_stop(node: Node, index: int, journal: Journal) -> Journal:
 def _roll_back_point(node: Node, index: int, journal: Journal) -> Journal:
     node.stop(index)
     node.point(index, "current", str(journal.source))
-    return replace(journal, step="roll_back_start")
+    return replace(journal, step="roll_back_start", started=node.now())
 
 
 def _roll_back_start(node: Node, index: int, journal: Journal) -> Journal:
@@ -176,7 +225,8 @@ def _roll_back_start(node: Node, index: int, journal: Journal) -> Journal:
 
 
 def _roll_back_gate(node: Node, index: int, journal: Journal) -> Journal:
-    node.verify(index)
+    # It served at that speed, or it would not be the way back.
+    node.verify(index, journal.started or node.now(), None)
     return replace(journal, step="roll_back_in")
 
 
@@ -195,7 +245,7 @@ def _give_up(node: Node, index: int, journal: Journal) -> Journal:
 
 Step = Callable[[Node, int, Journal], Journal]
 FORWARD: dict[str, Step] = {
-    "drain": _drain, "stop": _stop, "point": _point, "start": _start, "gate": _gate, "in": _in,
+    "drain": _drain, "measure": _measure, "stop": _stop, "point": _point, "start": _start, "gate": _gate, "in": _in,
 }  # fmt: skip
 STEPS: dict[str, Step] = FORWARD | {
     "undo_drain": _undo_drain,
@@ -207,11 +257,14 @@ STEPS: dict[str, Step] = FORWARD | {
     "give_up": _give_up,
 }
 
+# A restart of the node, or a `gpu-node leave`, takes back what these steps found running.
+NEEDS_START = {"gate": "start", "in": "start", "roll_back_gate": "roll_back_start", "roll_back_in": "roll_back_start"}
+
 # Nothing is left at these steps but to put a replica that serves into the balancer again.
 ONLY_LET_IN = ("in", "roll_back_in", "undo_drain")
 
 
-def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | None:
+def _begin(node: Node, index: int, target: str, force_drain: bool, before: float | None) -> Journal | None:
     """The journal to go on with; None when there is nothing to do."""
     for other in node.indexes():
         journal = node.journal(other)
@@ -229,11 +282,13 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
         old = _finish(node, index, old)
     if old is not None and old.outcome is None:
         if old.target == target:
-            node.say(f"replica {index}: going on with the switch to {target} at step {old.step}")
-            return replace(old, force_drain=old.force_drain or force_drain)
+            step = old.step if node.active(index) else NEEDS_START.get(old.step, old.step)
+            node.say(f"replica {index}: going on with the switch to {target} at step {step}")
+            return replace(old, step=step, force_drain=old.force_drain or force_drain)
         node.check_release(index, target)
         node.say(f"replica {index}: {target} takes the place of {old.target}, whose switch was at step {old.step}")
-        return Journal(old.source, target, "drain" if old.step == "drain" else "stop", force_drain)
+        step = old.step if old.step in ("drain", "measure") else "stop"
+        return Journal(old.source, target, step, force_drain, began=node.now(), before=old.before)
     current = node.linked(index, "current")
     unchanged = current == target and "rollout" not in node.reasons(index)
     if unchanged and (node.active(index) or (node.loading(index) and _join_start(node, index, target))):
@@ -244,7 +299,7 @@ def _begin(node: Node, index: int, target: str, force_drain: bool) -> Journal | 
     for other in node.indexes():
         if other != index and (reasons := node.reasons(other)):
             node.say(f"replica {index}: warning: replica {other} is out too ({', '.join(reasons)})")
-    return Journal(source, target, "drain", force_drain)
+    return Journal(source, target, "drain", force_drain, began=node.now(), before=before)
 
 
 def _join_start(node: Node, index: int, target: str) -> bool:
@@ -266,17 +321,26 @@ def _finish(node: Node, index: int, journal: Journal) -> Journal:
     while journal.outcome is None:
         node.save(index, journal)
         node.say(f"replica {index}: {journal.step.replace('_', ' ')}")
+        step, began = journal.step, node.clock()
         try:
             journal = STEPS[journal.step](node, index, journal)
         except StepError as error:
             journal = _failed(journal, error)
+        took = journal.seconds.get(step, 0.0) + node.clock() - began
+        journal = replace(journal, seconds={**journal.seconds, step: round(took, 2)})
+    node.finished(index, journal)
     node.save(index, journal)
     return journal
 
 
-def switch(node: Node, index: int, target: str, force_drain: bool = False) -> Journal | None:
-    """Switch the replica; the finished journal, or None when the release serves already. Raises ToolError."""
-    journal = _begin(node, index, target, force_drain)
+def switch(
+    node: Node, index: int, target: str, force_drain: bool = False, before: float | None = None
+) -> Journal | None:
+    """Switch the replica; the finished journal, or None when the release serves already. Raises ToolError.
+
+    before: the speed of the release before, in tokens/s, when it was measured by somebody who stopped it since.
+    """
+    journal = _begin(node, index, target, force_drain, before)
     if journal is None:
         node.say(f"replica {index}: release {target} serves already, nothing to do")
         return None

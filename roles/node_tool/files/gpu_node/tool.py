@@ -1,5 +1,6 @@
 """What every verb needs, put together once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_node import drain
@@ -21,6 +22,8 @@ class UnitState:
     sub: str
     result: str
     main_pid: int
+    restarts: int = 0
+    enabled: str = ""
 
     @property
     def word(self) -> str:
@@ -30,16 +33,21 @@ class UnitState:
         return self.sub if self.sub == "auto-restart" else self.active or "unknown"
 
 
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
 def parse_unit_state(text: str) -> UnitState:
     """The output of `systemctl show`; properties that are not there are empty."""
     values = dict(line.partition("=")[::2] for line in text.splitlines())
-    pid = values.get("MainPID", "")
     return UnitState(
         values.get("LoadState", ""),
         values.get("ActiveState", ""),
         values.get("SubState", ""),
         values.get("Result", ""),
-        int(pid) if pid.isascii() and pid.isdecimal() and len(pid) < 10 else 0,
+        _whole(values.get("MainPID", "")),
+        _whole(values.get("NRestarts", "")),
+        values.get("UnitFileState", ""),
     )
 
 
@@ -60,7 +68,7 @@ class Tool:
         return Engine("127.0.0.1", self.node.replica(index).port, load_engine_key(self.paths))
 
     def unit_state(self, index: int) -> UnitState:
-        properties = "LoadState,ActiveState,SubState,Result,MainPID"
+        properties = "LoadState,ActiveState,SubState,Result,MainPID,NRestarts,UnitFileState"
         return parse_unit_state(
             self.host.run(["systemctl", "show", f"--property={properties}", self.node.replica(index).unit]).stdout
         )
@@ -73,10 +81,12 @@ class Tool:
             raise ConfigError(f"replica {index} has no release: run `gpu-node switch {index} RELEASE`")
         return release_for(self.paths, replica, identity)
 
-    def wait_idle(self, index: int, timeout_s: float) -> drain.Sample | None:
+    def wait_idle(self, index: int, timeout_s: float, say: Callable[[str], None] | None = None) -> drain.Sample | None:
         """Wait for the replica's running requests; None, or what still ran after timeout_s."""
         replica = self.node.replica(index)
         # The metrics are open, so a damaged key file does not stop a drain.
         engine = Engine("127.0.0.1", replica.port, None)
         prefix = f"replica {index}: "
-        return drain.wait_idle(lambda: drain.look(replica, engine, self.proc), self.host, prefix, timeout_s)
+        return drain.wait_idle(
+            lambda: drain.look(replica, engine, self.proc), self.host, prefix, timeout_s, say or self.host.say
+        )

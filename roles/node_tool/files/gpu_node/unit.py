@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NoReturn, TypeVar
 
-from gpu_node import drain, journal
+from gpu_node import drain, files, journal
 from gpu_node.config import Release, ReplicaConfig
+from gpu_node.engine import Engine
 from gpu_node.errors import EngineError, GateError, StoppedError, ToolError
 from gpu_node.host import Host
 from gpu_node.membership import Applied
@@ -17,7 +18,7 @@ from gpu_node.tool import Tool
 
 T = TypeVar("T")
 
-POLL_EVERY_S = 1.0
+POLL_EVERY_S = 0.25
 REPORT_EVERY_S = 10
 LAST_LINES = 20
 GATE_TOKENS = 4
@@ -116,6 +117,7 @@ class UnitSteps:
         """Become `podman run`: no shell is between release.json and the engine's arguments."""
         replica = self._replica
         release = self._tool.release(replica.index)
+        files.atomic_write(self._tool.paths.running(replica.index), f"{release.id}\n")
         self._host.become([
             "podman", "run", "-d", "--replace", "--rm", "--cgroups=split", "--sdnotify=conmon", "--pull=never",
             "--name", replica.container, "--label", f"{RELEASE_LABEL}={release.id}",
@@ -188,9 +190,14 @@ class UnitSteps:
         return GateError(f"{self._prefix}{why}{last}")
 
     def verify(self, timeout_s: float) -> None:
-        """The gate: what answers on the port is this release's container, it listens on loopback only, it generates.
+        """The short gate: what answers is what it should be, and it generates. Raises GateError or EngineError."""
+        self.verify_with(lambda engine, model: engine.complete(model, GATE_TOKENS, timeout_s))
 
-        Raises GateError or EngineError.
+    def verify_with(self, generate: Callable[[Engine, str], T]) -> T:
+        """What answers on the port is this release's container, it listens on loopback only, and it generates.
+
+        generate: the generation that is asked of it, under that model's name; what it gives is returned. Raises
+        GateError or EngineError.
         """
         replica, proc = self._replica, self._proc
         release = self._tool.release(replica.index)
@@ -204,8 +211,9 @@ class UnitSteps:
         names = engine.models(timeout_s=10)
         if release.served_model_name not in names:
             raise GateError(f"{self._prefix}the engine serves {', '.join(names)}, not {release.served_model_name}")
-        engine.complete(release.served_model_name, GATE_TOKENS, timeout_s)
+        generated = generate(engine, release.served_model_name)
         self._verify_loopback(family | proc.descendants(container.payload.pid))
+        return generated
 
     def _verify_listener(self, family: set[int]) -> None:
         port = self._replica.port
@@ -259,10 +267,16 @@ class UnitSteps:
     def _take_out(self) -> Applied | None:
         return self._go_on(lambda: self._tool.membership.take_out(self._replica.index, "unit", self._tool.by))
 
+    def _leave(self) -> Applied:
+        # A replica whose engine ended by itself has nothing to serve meanwhile.
+        return self._tool.membership.go_out(
+            self._replica.index, "unit", self._tool.by, self._say, lambda: self.container() is not None
+        )
+
     def stop(self) -> None:
         """Out of the balancer, wait for the running requests, stop the container. Works during a shutdown as well."""
         replica, node = self._replica, self._tool.node
-        if applied := self._take_out():
+        if applied := self._go_on(self._leave):
             self._go_on(lambda: drain.prove_out(self._tool.membership, self._host, applied))
         if left := self._tool.wait_idle(replica.index, node.drain_timeout_s):
             self._say(f"stopping although not drained after {node.drain_timeout_s} s: {left}")
@@ -275,6 +289,7 @@ class UnitSteps:
     def cleanup(self) -> None:
         """After every end of the unit, whatever its cause: out of the balancer, nothing left under the name."""
         self._take_out()
+        files.remove(self._tool.paths.running(self._replica.index))
         self._remove_container()
 
     def _remove_container(self) -> None:
