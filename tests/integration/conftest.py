@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.integration)
+    # They begin on the bare node that later serves for all the others: a node of their own would cost minutes.
+    items.sort(key=lambda item: item.path.name != "test_interrupted.py")
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +75,15 @@ def new_node(name: str) -> Node:
     one = Node(container_name(name), free_port(), free_port(), mounts())
     one.down()
     return one
+
+
+@pytest.fixture(scope="session")
+def archive_made(node: NodeFactory) -> None:
+    """The serving image as an archive, built on a node of its own where no scenario has built it before."""
+    if not image_cache.archive().exists():
+        builder = node("archive")
+        builder.converge()
+        image_cache.save(builder.container)
 
 
 @pytest.fixture(scope="session")

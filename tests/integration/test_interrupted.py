@@ -1,11 +1,14 @@
-"""A run that is killed loses nothing, and the next run goes on; what is there already is adopted."""
+"""A run that is killed loses nothing, and the next run goes on; what is there already is adopted.
+
+These come first (conftest.py): the node that is made serve here, with two kills on the way, is then what `served` is to the
+other tests.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from nodes import Node, Playbook
@@ -14,9 +17,9 @@ MODEL = "/var/lib/gpu-node/artifacts/tiny-deepseek-v3"
 
 
 @pytest.fixture(scope="module")
-def bare(node: Callable[[str], Node], image_archive: Path) -> Node:
+def bare(node: Callable[[str], Node], archive_made: None) -> Node:
     """A bare node that finds the image in an archive."""
-    return node("interrupted")
+    return node("served")
 
 
 def kill(playbook: Playbook) -> None:
@@ -63,31 +66,31 @@ def test_killed_while_the_image_is_loaded_and_between_the_replicas(bare: Node) -
     status = bare.ssh("gpu-node status")
     assert status.count(" active ") == 2, status
     assert play.output.count("replica 0: drain") == 0
-    assert bare.converge().changed == 0
 
 
-def test_adopting_what_is_there_changes_nothing(bare: Node) -> None:
+def test_adopting_what_is_there_changes_nothing(served: Node) -> None:
     adopt = {"container_runtime_manage": False, "model_weights_manage": False, "serving_image_manage": False}
-    assert bare.converge(extra=adopt).changed == 0
+    assert served.converge(extra=adopt).changed == 0
 
 
-def test_a_flipped_byte_in_the_weights_is_found_and_made_good(bare: Node) -> None:
+@pytest.mark.full
+def test_a_flipped_byte_in_the_weights_is_found_and_made_good(served: Node) -> None:
     file = f"$(echo {MODEL}/????????????/model.safetensors)"
-    bare.ssh(f"printf X | dd of={file} bs=1 seek=100000 conv=notrunc status=none")
-    play = bare.playbook(extra={"model_weights_manage": False})
+    served.ssh(f"printf X | dd of={file} bs=1 seek=100000 conv=notrunc status=none")
+    play = served.playbook(extra={"model_weights_manage": False})
     assert play.rc == 2
     assert "model.safetensors has SHA-256" in " ".join(play.output.split())
-    bare.converge()
-    assert bare.converge().changed == 0
-    assert bare.ssh(f"ls -d {MODEL}/*.bad-1")
+    served.converge()
+    assert served.converge().changed == 0
+    assert served.ssh(f"ls -d {MODEL}/*.bad-1")
 
 
-def test_a_missing_image_is_named_when_it_may_only_be_verified(bare: Node) -> None:
+def test_a_missing_image_is_named_when_it_may_only_be_verified(served: Node) -> None:
     extra = {"serving_image_manage": False, "serving_image_archive": ""}
-    ref = bare.ssh("podman images --format '{{.Repository}}:{{.Tag}}' localhost/gpu-node/vllm-cpu").split()[0]
-    bare.ssh(f"podman tag {ref} localhost/kept:1 && podman untag {ref} {ref}")
-    play = bare.playbook(extra=extra)
-    bare.ssh(f"podman tag localhost/kept:1 {ref} && podman untag localhost/kept:1 localhost/kept:1")
+    ref = served.ssh("podman images --format '{{.Repository}}:{{.Tag}}' localhost/gpu-node/vllm-cpu").split()[0]
+    served.ssh(f"podman tag {ref} localhost/kept:1 && podman untag {ref} {ref}")
+    play = served.playbook(extra=extra)
+    served.ssh(f"podman tag localhost/kept:1 {ref} && podman untag localhost/kept:1 localhost/kept:1")
     assert play.rc == 2
     assert f"The image {ref} is not on gpu-node" in " ".join(play.output.split())
 
