@@ -53,7 +53,17 @@ def test_new_release(world: World) -> None:
 def test_serving_release_is_left_alone(world: World) -> None:
     world.commands.clear()
     assert do(world, 0, "A") is None
-    assert [command[1] for command in world.commands] == ["show"]
+    assert {command[1] for command in world.commands} == {"show", "container"}
+
+
+def test_what_runs_beside_its_link_is_switched(world: World) -> None:
+    """The link was moved by hand: it says the target, and another release serves."""
+    LiveNode(world.tool()).point(0, "current", world.releases[0, "B"])
+    journal = do(world, 0, "B")
+    assert journal is not None and journal.outcome == "new"
+    assert world.units[0].running == world.releases[0, "B"]
+    assert linked_release(world.paths, 0, "previous") == world.releases[0, "A"]
+    check(world, 0)
 
 
 def test_unit_that_does_not_run_is_started_again(world: World) -> None:

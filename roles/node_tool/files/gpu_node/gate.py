@@ -7,6 +7,7 @@ from gpu_node.errors import GateError
 
 TRIES = 3
 TRIES_BEFORE = 2
+MEASURE_S = 1.0
 # From here on no engine's speculation brings all of the tokens in one event.
 ONE_EVENT_TOKENS = 32
 
@@ -50,6 +51,14 @@ def measure(generate: Callable[[], Generation], tokens: int, before: float | Non
     )
 
 
-def measure_before(generate: Callable[[], Generation]) -> float:
-    """The speed of the release that is about to be left. Raises EngineError."""
-    return max(generate().tokens_per_s for _ in range(TRIES_BEFORE))
+def measure_before(generate: Callable[[], Generation], clock: Callable[[], float]) -> float:
+    """The speed of the release that is about to be left, the best of a few tries. Raises EngineError.
+
+    Its replica is out already, so where a try takes long there is only one.
+    """
+    best, began = 0.0, clock()
+    for _ in range(TRIES_BEFORE):
+        best = max(best, generate().tokens_per_s)
+        if clock() - began > MEASURE_S:
+            break
+    return best

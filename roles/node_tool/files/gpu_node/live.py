@@ -69,6 +69,9 @@ class LiveNode:
     def loading(self, index: int) -> bool:
         return self._tool.unit_state(index).word == "activating"
 
+    def running(self, index: int) -> str | None:
+        return UnitSteps(self._tool, index).running()
+
     def reasons(self, index: int) -> Sequence[str]:
         return self._tool.reasons.of(index)
 
@@ -131,12 +134,11 @@ class LiveNode:
             if not self.active(index):
                 raise GateError("it does not run")
             release = tool.release(index)
-            container = UnitSteps(tool, index).container()
-            if container is None or container.release != release.id:
+            if self.running(index) != release.id:
                 raise GateError(f"what runs is not release {release.id}")
             engine = tool.engine(index)
             speed = gate.measure_before(
-                lambda: engine.generate(release.served_model_name, limits.tokens, MEASURE_TIMEOUT_S)
+                lambda: engine.generate(release.served_model_name, limits.tokens, MEASURE_TIMEOUT_S), self.clock
             )
             if speed <= 0:
                 raise GateError("it generates nothing")
@@ -173,7 +175,17 @@ class LiveNode:
         """What the kernel's log has of this replica since a time, a sentence for each fault."""
         done = self._tool.host.run(
             # By the name of its writer, and not of this boot alone: a fault right before a restart is one as well.
-            ["journalctl", "-q", "-t", "kernel", "--since", f"@{math.floor(since)}", "-o", "json", "--no-pager"],
+            [
+                "journalctl",
+                "-q",
+                "-t",
+                "kernel",
+                "--since",
+                f"@{math.floor(since * 1000) / 1000:.3f}",
+                "-o",
+                "json",
+                "--no-pager",
+            ],
             timeout_s=20,
         )
         try:

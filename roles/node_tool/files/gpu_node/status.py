@@ -71,8 +71,7 @@ def rows(tool: Tool) -> list[dict[str, Any]]:
             release, damage = None, str(error)
         state = tool.unit_state(index)
         out = tool.reasons.of(index)
-        container = UnitSteps(tool, index).container()
-        running = container.release if container else None
+        running = UnitSteps(tool, index).running()
         table.append(
             {
                 "index": index,

@@ -119,6 +119,9 @@ class Node(Protocol):
     def loading(self, index: int) -> bool:
         """Whether systemd is in the middle of its start, and not between two tries."""
 
+    def running(self, index: int) -> str | None:
+        """The release that its container was started from; None when it cannot be told."""
+
     def reasons(self, index: int) -> Sequence[str]: ...
 
     def take_out(self, index: int) -> None:
@@ -291,11 +294,15 @@ def _begin(node: Node, index: int, target: str, force_drain: bool, before: float
         return Journal(old.source, target, step, force_drain, began=node.now(), before=old.before)
     current = node.linked(index, "current")
     unchanged = current == target and "rollout" not in node.reasons(index)
-    if unchanged and (node.active(index) or (node.loading(index) and _join_start(node, index, target))):
+    served = node.running(index) if node.active(index) else None
+    if unchanged and (
+        (node.active(index) and served in (None, target)) or (node.loading(index) and _join_start(node, index, target))
+    ):
         return None
     node.check_release(index, target)
     # After a failed switch `current` may be a release that never served: what did serve stays the way back.
-    source = old.source if old is not None and old.outcome == "failed" else current
+    # Neither is a link that was moved by hand.
+    source = old.source if old is not None and old.outcome == "failed" else served or current
     for other in node.indexes():
         if other != index and (reasons := node.reasons(other)):
             node.say(f"replica {index}: warning: replica {other} is out too ({', '.join(reasons)})")

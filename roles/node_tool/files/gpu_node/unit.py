@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import NoReturn, TypeVar
 
 from gpu_node import drain, files, journal
-from gpu_node.config import Release, ReplicaConfig
+from gpu_node.config import RELEASE_ID, Release, ReplicaConfig
 from gpu_node.engine import Engine
 from gpu_node.errors import EngineError, GateError, StoppedError, ToolError
 from gpu_node.host import Host
@@ -138,6 +138,11 @@ class UnitSteps:
         except (ValueError, LookupError, TypeError):
             return None
         return Container(payload, monitor, image_id, release) if payload and monitor else None
+
+    def running(self) -> str | None:
+        """The release that the running container was started from; None when it cannot be told."""
+        container = self.container()
+        return container.release if container and RELEASE_ID.fullmatch(container.release) else None
 
     def ready(self) -> None:
         """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile."""
