@@ -61,10 +61,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             try:
                 look = self._look({"begin": False, "cursor": look["cursor"]}, task_vars)
                 lost = 0
-            except AnsibleConnectionFailure:
+            except AnsibleConnectionFailure as error:
                 lost += 1
                 if lost > _LOST_LOOKS:
-                    raise
+                    # A failure, not an unreachable node: the play may have to say what to do about it.
+                    text = f"the connection was lost while {unit} ran, and the job goes on there; run this again: {error}"
+                    return {"failed": True, "msg": text}, kept
                 look = {**look, "lines": []}
         return {**look, "attached": first.get("attached", False)}, kept
 

@@ -367,7 +367,7 @@ def run_action(
     """Run it on a made-up node; return its result, what the module was asked, and what was shown."""
     asked: list[dict[str, Any]] = []
     shown: list[str] = []
-    monkeypatch.setattr(claim_action.constants, "DEFAULT_LOCAL_TMP", str(folder))
+    monkeypatch.setattr("ansible.constants.DEFAULT_LOCAL_TMP", str(folder))
     display = SimpleNamespace(display=shown.append, warning=shown.append)
     monkeypatch.setattr(claim_action, "Display", lambda: display)
     task = MagicMock(check_mode=check, args={"targets": BOTH}, async_val=0)

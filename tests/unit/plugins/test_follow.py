@@ -262,9 +262,11 @@ def test_lost_connections_lose_nothing(act: Act, shown: list[str]) -> None:
     assert node.asked[32]["cursor"] == "c2"
 
 
-def test_a_connection_that_stays_lost_is_an_error(act: Act) -> None:
-    with pytest.raises(AnsibleConnectionFailure):
-        act([seen("one"), *[AnsibleConnectionFailure("gone")] * 31])
+def test_a_connection_that_stays_lost_is_a_failure_that_says_what_goes_on(act: Act) -> None:
+    result, _ = act([seen("one"), *[AnsibleConnectionFailure("no route")] * 31])
+    assert result["failed"] is True
+    assert "the job goes on there; run this again" in result["msg"]
+    assert "no route" in result["msg"]
 
 
 def test_a_node_that_cannot_be_reached_at_all_is_an_error_at_once(act: Act) -> None:

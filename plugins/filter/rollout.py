@@ -1,0 +1,65 @@
+# Copyright: the gpu_node authors
+# MIT License (see LICENSE)
+"""Filters around the pure functions of rollouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report import (
+    describe_ahead,
+    describe_fleet,
+    describe_stop,
+    failure_text,
+    fleet_rows,
+)
+
+
+def rollout_facts(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what is known of each node's part in a rollout, by its name."""
+    found = {}
+    for name in names:
+        facts = hostvars[name]
+        found[name] = {
+            **(facts.get("rollout_result") or {}),
+            "finished": bool(facts.get("rollout_finished", False)),
+            "failure": facts.get("rollout_failure") or {},
+        }
+    return found
+
+
+def status_answers(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return by node what ``gpu-node status --json`` said there, or why it said nothing."""
+    answers: dict[str, dict[str, Any]] = {}
+    for name in names:
+        read = hostvars[name].get("rollout_status") or {"unreachable": True, "msg": "it failed before in this run"}
+        try:
+            answers[name] = {"rows": json.loads(read.get("stdout") or "")}
+        except ValueError:
+            error = failure_text(read).strip().splitlines()[-1]
+            answers[name] = {"error": error, "unreachable": bool(read.get("unreachable", False))}
+    return answers
+
+
+def nodes_without(names: Sequence[str], hostvars: Mapping[str, Any], fact: str) -> list[str]:
+    """Return the nodes that never came to where a fact is set: they failed, or cannot be reached."""
+    return [name for name in names if fact not in hostvars[name]]
+
+
+class FilterModule:
+    """What Ansible loads."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters by name."""
+        return {
+            "nodes_without": nodes_without,
+            "failure_text": failure_text,
+            "rollout_facts": rollout_facts,
+            "rollout_ahead": describe_ahead,
+            "rollout_stopped": describe_stop,
+            "status_answers": status_answers,
+            "fleet_rows": fleet_rows,
+            "fleet_table": describe_fleet,
+        }
