@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Several nodes with a stand-in for the engine, and HAProxy in front of them.
 
-Nodes start with their packages and the engine's images, so that a fleet is there in seconds; all else on them is the product's. They have addresses of
-their own on a network of Docker's and no ports on this machine.
+Nodes start with their packages and the engine's images, so that a fleet is there in seconds; all else on them is the
+product's. They have addresses of their own on a network of Docker's, and no ports on this machine.
 """
 
 from __future__ import annotations
@@ -106,9 +106,8 @@ class FleetNode(Node):
         wait_for_port(self.address, 22)
 
     def docker(self, *argv: str, stdin: str | None = None, timeout: float = 120) -> str:
-        return docker(
-            "exec", *(["-i"] if stdin is not None else []), self.container, *argv, stdin=stdin, timeout=timeout
-        )
+        flags = [] if stdin is None else ["-i"]
+        return docker("exec", *flags, self.container, *argv, stdin=stdin, timeout=timeout)
 
     def status(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.ssh("gpu-node status --json"))
@@ -298,7 +297,8 @@ def front_servers() -> dict[str, str]:
 # --- playbooks --------------------------------------------------------------------------------------------------------
 
 
-_runs = 0
+# Every playbook of this process, whether it has ended or not.
+started: list[Playbook] = []
 
 
 def start_playbook(
@@ -309,10 +309,8 @@ def start_playbook(
     checkout: Path = ROOT,
 ) -> Playbook:
     """ansible-playbook as an operator of that checkout calls it, as the leader of a process group of its own."""
-    global _runs
-    _runs += 1
     FOLDER.mkdir(parents=True, exist_ok=True)
-    file, log = (FOLDER / f"{os.getpid()}-{_runs}.{kind}" for kind in ("json", "log"))
+    file, log = (FOLDER / f"{os.getpid()}-{len(started)}.{kind}" for kind in ("json", "log"))
     file.write_text(json.dumps(extra or {}))
     environment = {
         **os.environ,
@@ -332,7 +330,8 @@ def start_playbook(
             env=environment,
             start_new_session=True,
         )
-    return Playbook(process, log)
+    started.append(Playbook(process, log))
+    return started[-1]
 
 
 def main() -> int:

@@ -1,0 +1,34 @@
+"""The fleet that the scenario made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fleet as machines
+import pytest
+from fleet_view import Fleet, kill
+
+
+@pytest.fixture(scope="session")
+def _fleet() -> Fleet:
+    fleet = Fleet()
+    written = sorted((machines.FOLDER / "targets").glob("*haproxy*"))
+    assert written, "playbooks/targets.yml has written nothing for HAProxy"
+    machines.configure_front(written[0].read_text())
+    return fleet
+
+
+@pytest.fixture
+def fleet(_fleet: Fleet) -> Iterator[Fleet]:
+    """The fleet, whole: every replica in, every node in HAProxy. No playbook outlives its test."""
+    _fleet.releases()
+    _fleet.wait_for_front()
+    yield _fleet
+
+
+@pytest.fixture(autouse=True)
+def no_playbook_is_left() -> Iterator[None]:
+    count = len(machines.started)
+    yield
+    for playbook in machines.started[count:]:
+        kill(playbook)
