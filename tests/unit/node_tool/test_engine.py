@@ -90,6 +90,45 @@ def test_streamed(server: Server) -> None:
     assert done.first_token_s is not None and server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
+def chunk(text: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": more | ({} if text is None else {"content": text})}]}
+
+
+def test_generation_of_a_wanted_length(server: Server) -> None:
+    chunks = [chunk("", role="assistant"), chunk("h"), chunk("", reasoning_content="i"), chunk("")]
+    server.answer = lambda handler, _: handler.stream(*chunks, {"choices": [], "usage": USAGE}, every_s=0.1)
+    done = engine(server).generate("tiny", 2, 5)
+    assert (done.text, done.completion_tokens, len(done.arrivals)) == ("hi", 2, 3)
+    assert done.arrivals[0] >= 0.1 and done.tokens_per_s == pytest.approx(1 / 0.2, rel=0.3)
+    asked = server.bodies[0]
+    assert (asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) == (2, True, 0)
+    assert asked["stream_options"] == {"include_usage": True}
+
+
+def test_first_event_may_have_a_token_already(server: Server) -> None:
+    server.answer = lambda handler, _: handler.stream(chunk("h", role="assistant"), {"choices": [], "usage": USAGE})
+    assert len(engine(server).generate("tiny", 2, 5).arrivals) == 1
+
+
+def test_nothing_generated(server: Server) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 0}
+    server.answer = lambda handler, _: handler.stream(chunk("", role="assistant"), {"choices": [], "usage": usage})
+    done = engine(server).generate("tiny", 2, 5)
+    assert (done.text, done.completion_tokens, done.arrivals, done.tokens_per_s) == ("", 0, (), 0.0)
+    server.answer = lambda handler, _: handler.stream(chunk("h"))
+    with pytest.raises(EngineError, match=r"without usage\.completion_tokens"):
+        engine(server).generate("tiny", 2, 5)
+    server.answer = lambda handler, _: handler.stream(*[chunk("h")] * 9, every_s=0.3)
+    with pytest.raises(EngineError, match="did not end its stream within 1 s"):
+        engine(server).generate("tiny", 2, 1)
+
+
+@pytest.mark.parametrize("event", [{"choices": [1]}, {"choices": [{"delta": None}]}, {"choices": {}}, {}])
+def test_events_of_no_known_form(server: Server, event: Any) -> None:
+    server.answer = lambda handler, _: handler.stream(event, {"usage": USAGE})
+    assert engine(server).generate("tiny", 2, 5).arrivals == ()
+
+
 def test_empty_text_with_tokens_is_a_generation(server: Server) -> None:
     server.answer = lambda handler, _: handler.send(200, {"choices": [{"message": {"content": None}}], "usage": USAGE})
     assert engine(server).complete("tiny", 2, 5).text == ""
