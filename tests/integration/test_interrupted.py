@@ -1,7 +1,7 @@
 """A run that is killed loses nothing, and the next run goes on; what is there already is adopted.
 
-These come first (conftest.py): the node that is made serve here, with two kills on the way, is then what `served` is to the
-other tests.
+These come first (conftest.py): the node that is made serve here, with two kills on the way, is then what `served` is to
+the other tests.
 """
 
 from __future__ import annotations
