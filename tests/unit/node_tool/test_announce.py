@@ -1,6 +1,7 @@
 """The last replica that is in says on /health that the node leaves, before it goes; every other one goes at once."""
 
 import json
+import os
 
 import pytest
 from gpu_node.errors import BalancerError
@@ -15,6 +16,12 @@ ANNOUNCE_S = 10
 
 def go_out(world: World, index: int) -> None:
     world.tool().membership.go_out(index, "operator", "test", world.say)
+
+
+def announced(world: World, text: str) -> None:
+    """What a run that was killed left."""
+    world.paths.leaving.parent.mkdir(parents=True, exist_ok=True)
+    world.paths.leaving.write_text(text)
 
 
 def watch(world: World) -> list[float]:
@@ -45,6 +52,18 @@ def test_the_last_one_announces(world: World) -> None:
     assert world.paths.leaving.exists()
     world.tool().membership.let_in(0, "operator")
     assert not world.paths.leaving.exists() and world.inside(0)
+
+
+def test_nginx_may_look(world: World) -> None:
+    """Its processes are not root's, and whoever drains by hand may have any umask."""
+    before = os.umask(0o077)
+    try:
+        world.root.joinpath("run/gpu-node").mkdir(exist_ok=True)
+        go_out(world, 0)
+        go_out(world, 1)
+    finally:
+        os.umask(before)
+    assert world.paths.leaving.stat().st_mode & 0o044 and world.paths.leaving.parent.stat().st_mode & 0o011
 
 
 def test_who_stays_out_takes_nothing_back(world: World) -> None:
@@ -88,7 +107,7 @@ def test_nobody_to_tell_without_nginx(world: World) -> None:
 def test_killed_while_it_announces_it_goes_on(world: World) -> None:
     """The time that has passed counts: a balancer in front heard it."""
     go_out(world, 0)
-    world.paths.leaving.write_text(json.dumps({"since": world.now - 7, "by": "test"}))
+    announced(world, json.dumps({"since": world.now - 7, "by": "test"}))
     began = world.now
     go_out(world, 1)
     assert world.now - began == pytest.approx(3)
@@ -97,7 +116,7 @@ def test_killed_while_it_announces_it_goes_on(world: World) -> None:
 @pytest.mark.parametrize("text", ["", "null", "[]", '{"since": "x"}', '{"since": 1e300}'])
 def test_damaged_announcement(world: World, text: str) -> None:
     go_out(world, 0)
-    world.paths.leaving.write_text(text)
+    announced(world, text)
     began = world.now
     go_out(world, 1)
     assert world.now - began <= ANNOUNCE_S + 1 and not world.inside(1)
@@ -106,7 +125,7 @@ def test_damaged_announcement(world: World, text: str) -> None:
 def test_forgotten_announcement_is_taken_back(world: World) -> None:
     """Who announced it was killed and never came again: the node serves, and /health must say so."""
     go_out(world, 0)
-    world.paths.leaving.write_text(json.dumps({"since": world.now, "by": "test"}))
+    announced(world, json.dumps({"since": world.now, "by": "test"}))
     membership = world.tool().membership
     membership.reconcile()
     assert world.paths.leaving.exists()
@@ -115,7 +134,7 @@ def test_forgotten_announcement_is_taken_back(world: World) -> None:
     assert not world.paths.leaving.exists()
     # Nobody is in: then it is true.
     world.tool().membership.take_out(1, "operator", "test")
-    world.paths.leaving.write_text(json.dumps({"since": 0, "by": "test"}))
+    announced(world, json.dumps({"since": 0, "by": "test"}))
     membership.reconcile()
     assert world.paths.leaving.exists()
 

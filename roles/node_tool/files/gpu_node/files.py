@@ -50,6 +50,12 @@ def append_line(path: Path, line: str) -> None:
         os.fsync(stream.fileno())
 
 
+def open_folder(path: Path) -> None:
+    """Make the folder if need be, and let everybody look into it whatever the umask of who runs this."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o755)
+
+
 def replace_link(path: Path, target: str) -> None:
     """Point the symbolic link at the target, without a moment in which there is no link."""
     path.parent.mkdir(parents=True, exist_ok=True)

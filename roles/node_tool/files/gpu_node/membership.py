@@ -200,6 +200,7 @@ class Membership:
     def _announce(self, by: str) -> None:
         # One that stands, of a run that was killed, has been heard for some time already.
         if self._announced_at() is None:
+            files.open_folder(self._paths.leaving.parent)
             note = {"since": self._host.wall_clock(), "by": by}
             files.atomic_write(self._paths.leaving, json.dumps(note) + "\n")
 

@@ -69,4 +69,5 @@ def write(tool: Tool) -> None:
     """Bring the file that nginx serves up to date."""
     text = render(samples(tool))
     if files.read_text(tool.paths.metrics) != text:
+        files.open_folder(tool.paths.metrics.parent)
         files.atomic_write(tool.paths.metrics, text)

@@ -71,8 +71,11 @@ class Paths:
 
     @property
     def leaving(self) -> Path:
-        """While it is there, /health says 503: nginx looks for it."""
-        return self.root / "var/lib/gpu-node/leaving"
+        """While it is there, /health says 503. Here nginx's processes may look, in /var/lib/gpu-node they may not.
+
+        It need not survive a reboot: after one nobody is in before it has generated.
+        """
+        return self.root / "run/gpu-node/leaving"
 
     @property
     def history(self) -> Path:
