@@ -1,0 +1,3 @@
+"""Measures an OpenAI-compatible endpoint by the method that published figures were made with."""
+
+VERSION = "1"

@@ -1,0 +1,159 @@
+"""Guards around a measurement: nobody else on the engines, no restart, no card slowed down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gpu_node_bench.endpoint import Answer, Endpoint, Limits
+from gpu_node_bench.engine_counters import Counters, Moved, counters, moved
+from gpu_node_bench.errors import DisturbedError, NoFigureError
+from gpu_node_bench.gpus import Sampler
+from gpu_node_bench.request import Options, Target, key
+
+T = TypeVar("T")
+# An engine counts a request some time after its last token was sent.
+_COUNTED_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass
+class Own:
+    """What was asked for in one measurement."""
+
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, answer: Answer) -> None:
+        self.requests += 1
+        self.tokens += answer.tokens
+        self.prompt_tokens += answer.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Watched:
+    """moved: None when the engines' counters cannot be read. begin, end: monotonic."""
+
+    moved: Moved | None
+    begin: float
+    end: float
+
+
+class Watch:
+    """Asks one target, and keeps an eye on what else happens there."""
+
+    def __init__(self, target: Target, options: Options, sampler: Sampler) -> None:
+        self.target = target
+        self.key = key(target.key_file)
+        self.endpoint = Endpoint(target.url, self.key, target.model)
+        self.notes: list[str] = []
+        self.clock_step_s = 0.0
+        self._options = options
+        self._limits = Limits(options.first_token_s, options.stall_s)
+        self._sampler = sampler
+        self._sources = [Endpoint(url, None, target.model) for url in target.metrics]
+        self._own = Own()
+
+    def begin(self) -> None:
+        """Find out whether the counters can be read. Without them the figures say so."""
+        try:
+            self.look()
+        except NoFigureError as why:
+            self._sources = []
+            self.note(f"other traffic and speculation cannot be seen: {why}")
+        if not self._sources:
+            self.note("the engines' counters were not read")
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def pages(self) -> list[str]:
+        """The engines' metrics as they are."""
+        return [source.get("/metrics") for source in self._sources]
+
+    def look(self) -> Counters | None:
+        return counters(self.pages()) if self._sources else None
+
+    def ask(self, prompt: str, tokens: int) -> Answer:
+        """One streamed answer of that length. Raises NoFigureError."""
+        answer = self.endpoint.stream(prompt, tokens, self._limits, self._options.more())
+        self._own.add(answer)
+        if abs(answer.clock_step_s) > abs(self.clock_step_s):
+            self.clock_step_s = answer.clock_step_s
+        return answer
+
+    def watched(self, work: Callable[[], T]) -> tuple[T, Watched]:
+        """Do a measurement with nobody else there. One that was disturbed is done again, and that is noted.
+
+        Raises NoFigureError.
+        """
+        for attempt in range(self._options.repeats + 1):
+            try:
+                return self.watched_once(work)
+            except DisturbedError as why:
+                if attempt == self._options.repeats:
+                    raise NoFigureError(f"{why} ({attempt + 1} attempts)") from None
+                self.note(f"a measurement was repeated: {why}")
+        raise AssertionError
+
+    def watched_once(self, work: Callable[[], T], own: Callable[[T], Own] | None = None) -> tuple[T, Watched]:
+        """Do a measurement that cannot be repeated. Raises NoFigureError; DisturbedError: somebody else was there.
+
+        :param own: what the work asked for, where `ask` did not do it.
+        """
+        before = self._idle()
+        self._own = Own()
+        begin = time.monotonic()
+        result = work()
+        end = time.monotonic()
+        difference = self._settled(before, own(result) if own else self._own) if before else None
+        if slowed := self._sampler.slowed(begin, end, self.target.gpus):
+            raise NoFigureError(slowed)
+        return result, Watched(difference, begin, end)
+
+    def _idle(self) -> Counters | None:
+        """The counters once nothing runs there."""
+        limit = time.monotonic() + self._options.busy_wait_s
+        while (seen := self.look()) and seen.running + seen.waiting > 0:
+            if time.monotonic() >= limit:
+                raise NoFigureError(
+                    f"other traffic: {seen.running:g} requests run and {seen.waiting:g} wait since "
+                    f"{self._options.busy_wait_s:g} s; drain clients away or measure later"
+                )
+            time.sleep(min(1.0, self._options.busy_wait_s / 10))
+        return seen
+
+    def _settled(self, before: Counters, own: Own) -> Moved:
+        """How far the counters went, once they hold all of ours. Raises DisturbedError when they hold more."""
+        limit = time.monotonic() + _COUNTED_WITHIN_S
+        while True:
+            now = self.look()
+            if now is None:
+                raise NoFigureError("the engines' counters went away")
+            found = moved(before, now)
+            missing = found.requests < own.requests or found.generation_tokens < own.tokens
+            if not missing and now.running + now.waiting == 0:
+                break
+            if time.monotonic() >= limit:
+                if missing:
+                    raise NoFigureError(
+                        f"the engines counted {found.requests:g} requests and {found.generation_tokens:g} tokens, "
+                        f"we had {own.requests} and {own.tokens}: these are not the counters of {self.endpoint.url}"
+                    )
+                break
+            time.sleep(_LOOK_EVERY_S)
+        more = {
+            "requests": found.requests - own.requests,
+            "generated tokens": found.generation_tokens - own.tokens,
+            "prompt tokens": found.prompt_tokens - own.prompt_tokens,
+        }
+        if any(count > 0 for count in more.values()) or now.running + now.waiting > 0:
+            words = ", ".join(f"{count:g} {name}" for name, count in more.items() if count > 0)
+            raise DisturbedError(
+                f"other traffic meanwhile: {words or f'{now.running + now.waiting:g} requests still there'}"
+            )
+        return found
