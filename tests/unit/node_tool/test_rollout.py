@@ -8,7 +8,7 @@ import pytest
 from gpu_node import cli, files, history
 from gpu_node.config import linked_release
 from gpu_node.engine import Metrics
-from gpu_node.errors import LockedError, RefusedError
+from gpu_node.errors import ConfigError, LockedError, RefusedError
 from gpu_node.live import LiveNode
 from gpu_node.rollout import Rollout
 from gpu_node.switch import switch
@@ -133,6 +133,28 @@ def test_a_release_that_is_not_there_refuses_it(world: World) -> None:
     want(world, targets={"0": "0" * 12, "1": world.releases[1, "B"]})
     assert roll_out(world) == 2
     assert record(world)["outcome"] == "refused" and running(world) == all_of(world, "A")
+
+
+def test_a_replica_that_the_node_does_not_have(world: World) -> None:
+    want(world, targets={"7": world.releases[0, "B"]})
+    with pytest.raises(ConfigError, match="there is no replica 7"):
+        roll_out(world)
+    assert (record(world)["state"], record(world)["outcome"]) == ("failed", "refused")
+
+
+def test_a_record_that_cannot_be_written_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk for a moment: the rollout goes on, and says later how far it is."""
+    want(world)
+    real = files.atomic_write
+
+    def write(path: Path, text: str, mode: int = 0o644) -> None:
+        if path == world.paths.wanted and "replica 0: stop" in text:
+            raise OSError(28, "No space left on device", str(path))
+        real(path, text, mode)
+
+    monkeypatch.setattr(files, "atomic_write", write)
+    assert roll_out(world) == 0
+    assert record(world)["state"] == "done" and any("No space left" in line for line in world.warned)
 
 
 def test_nginx_that_refuses_the_way_in_leaves_it_half_switched(world: World) -> None:

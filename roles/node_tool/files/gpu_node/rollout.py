@@ -76,9 +76,11 @@ class Rollout:
             return
         try:
             self._record.update(self._identity, **changes)
-        except (ToolError, OSError) as error:
+        except RefusedError as error:
             # A replica is not left half-switched for it; the next one is not begun.
             self._lost = True
+            self._tool.host.warn(str(error))
+        except (ToolError, OSError) as error:
             self._tool.host.warn(str(error))
 
     def _ended(self, end: EndedError) -> int:
@@ -91,8 +93,12 @@ class Rollout:
         """Hold the node; the record is this rollout's."""
         with files.lock(self._tool.paths.rollout_lock, self._holder, timeout_s=0):
             wanted = self._record.of(self._identity)
-            for index in wanted.targets:
-                self._tool.node.replica(index)
+            try:
+                for index in wanted.targets:
+                    self._tool.node.replica(index)
+            except ToolError as error:
+                self._note(state="failed", step="refused", error=str(error), outcome="refused")
+                raise
             self._node = LiveNode(self._tool, self._identity, wanted.by, self._heard)
             yield wanted
 
