@@ -98,7 +98,9 @@ def as_text(tool: Tool, table: list[dict[str, Any]]) -> str:
     lines = [as_table(COLUMNS, table)]
     record = next((row["rollout"] for row in table if row["rollout"]), None)
     if record:
-        lines.append(f"rollout {record['rollout']} by {record['by']}: {record['state']}, {record.get('step') or '-'}")
+        step = record.get("step")
+        more = f", {step}" if step and record["state"] != "done" else ""
+        lines.append(f"rollout {record['rollout']} by {record['by']}: {record['state']}{more}")
         lines += [f"  {record['error']}"] if record.get("error") else []
     lines += [f"replica {row['index']}: {sentence}" for row in table for sentence in row["drift"]]
     lines += [
