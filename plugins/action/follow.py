@@ -65,7 +65,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 lost += 1
                 if lost > _LOST_LOOKS:
                     # A failure, not an unreachable node: the play may have to say what to do about it.
-                    text = f"the connection was lost while {unit} ran, and the job goes on there; run this again: {error}"
+                    text = (
+                        f"the connection was lost while {unit} ran, and the job goes on there; run this again: {error}"
+                    )
                     return {"failed": True, "msg": text}, kept
                 look = {**look, "lines": []}
         return {**look, "attached": first.get("attached", False)}, kept

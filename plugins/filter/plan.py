@@ -4,14 +4,23 @@
 
 from __future__ import annotations
 
+import getpass
+import json
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import yaml
 from ansible.errors import AnsibleFilterError
 from ansible_collections.serving.gpu_node.plugins.module_utils.acceptance import compare_kv_tokens
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
 from ansible_collections.serving.gpu_node.plugins.module_utils.plan import PlanError, build_plan, node_config
-from ansible_collections.serving.gpu_node.plugins.module_utils.release import ResolveError, resolve_plan
+from ansible_collections.serving.gpu_node.plugins.module_utils.release import (
+    ResolveError,
+    release_manifest,
+    resolve_plan,
+)
 
 
 def intent_plan(
@@ -47,15 +56,32 @@ def resolved_plan(
         return {"plan": {}, "problems": error.problems}
 
 
-def differing_replicas(replicas: list[dict[str, Any]], status: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the replicas of a resolved plan that do not run their release.
+def project_version(root: Path) -> str:
+    """Return this collection's version: a checkout and an installed collection have it in different files."""
+    try:
+        return str(yaml.safe_load((root / "galaxy.yml").read_text(encoding="utf-8"))["version"])
+    except FileNotFoundError:
+        manifest = json.loads((root / "MANIFEST.json").read_text(encoding="utf-8"))
+        return str(manifest["collection_info"]["version"])
 
-    :param status: what ``gpu-node status --json`` says; empty on a node that has no replicas yet.
+
+def release_manifests(plan: dict[str, Any], image: dict[str, Any], driver: str) -> dict[str, dict[str, Any]]:
+    """Return by release id what ``manifest.json`` says of it: who makes it, and of what.
+
+    :param image: what the role ``serving_image`` left.
+    :param driver: the version of the driver now; the plan's may be of before an upgrade.
     """
-    running = {
-        item["index"]: item["release"] for item in status if item["state"] == "active" and "rollout" not in item["out"]
+    who = f"{getpass.getuser()}@{platform.node()}"
+    project = {"name": "serving.gpu_node", "version": project_version(Path(__file__).resolve().parents[2])}
+    return {
+        replica["release"]: {
+            **release_manifest(plan, replica, image),
+            "driver": driver,
+            "by": who,
+            "project": project,
+        }
+        for replica in plan["replicas"]
     }
-    return [replica for replica in replicas if running.get(replica["index"]) != replica["release"]]
 
 
 class FilterModule:
@@ -68,6 +94,6 @@ class FilterModule:
             "resolved_plan": resolved_plan,
             "compare_kv_tokens": compare_kv_tokens,
             "describe_plan": describe_plan,
-            "differing_replicas": differing_replicas,
             "node_config": node_config,
+            "release_manifests": release_manifests,
         }

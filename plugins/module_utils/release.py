@@ -186,3 +186,26 @@ def resolve_plan(
 
 def _all_files(release: dict[str, Any]) -> dict[str, str]:
     return {**release_files(release), "release.json": canonical(release) + "\n"}
+
+
+def release_manifest(plan: dict[str, Any], replica: dict[str, Any], image: dict[str, Any]) -> dict[str, Any]:
+    """Return what people want to know of a release: the versions and digests that its id stands for.
+
+    It is no part of the release, so the same release made again by somebody else is the same.
+
+    :param image: what the role ``serving_image`` tells: beside name and id the recipe, for example.
+    """
+    artifacts = {
+        name: {**replica[name], "source": plan["artifacts"].get(name, {}).get("source", {})} if replica[name] else None
+        for name in ("model", "drafter")
+    }
+    engine = {"engine": plan["image"].get("package", ""), "engine_version": plan["image"].get("version", "")}
+    return {
+        "release": replica["release"],
+        "replica": replica["index"],
+        "profile": plan["profile"],
+        **artifacts,
+        "image": {**image, **replica["image"], "base": plan["image"].get("base", ""), **engine},
+        "driver": plan["topology"]["driver"]["version"],
+        "kernels": plan["kernels"].get("switches", []) if plan["kernels"] else [],
+    }

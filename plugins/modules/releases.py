@@ -13,6 +13,8 @@ version_added: "0.1.0"
 description:
   - A release is a folder O(path)/ID with read-only files. It appears whole or not at all, and is never changed.
   - A file that was lost or edited since is put back.
+  - A release that is new gets C(manifest.json) as well, which says who made it when, and of what. It is no part of the
+    release, and is never written again.
 options:
   path:
     description: Folder that holds the releases.
@@ -22,6 +24,10 @@ options:
     description: By release id the texts of its files by name.
     type: dict
     required: true
+  manifest:
+    description: By release id what C(manifest.json) says; C(created) is added.
+    type: dict
+    default: {}
 attributes:
   check_mode:
     description: Says which releases would be written.
@@ -39,6 +45,9 @@ EXAMPLES = r"""
     releases:
       0123456789ab:
         engine.yaml: "port: 8000\n"
+    manifest:
+      0123456789ab:
+        by: alice@controller
 """
 
 RETURN = r"""
@@ -49,9 +58,12 @@ written:
   elements: str
 """
 
+import datetime
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -75,7 +87,7 @@ def write_file(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def write_release(folder: Path, files: dict[str, str]) -> None:
+def write_release(folder: Path, files: dict[str, str], manifest: dict[str, Any]) -> None:
     """Make the folder whole: a new one appears by one rename, one that is there gets back what differs."""
     if folder.is_dir():
         for name, text in files.items():
@@ -87,6 +99,8 @@ def write_release(folder: Path, files: dict[str, str]) -> None:
     incoming.mkdir(parents=True)
     for name, text in files.items():
         write_file(incoming / name, text)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_file(incoming / "manifest.json", json.dumps({"created": created, **manifest}, indent=1) + "\n")
     incoming.chmod(0o755)
     incoming.rename(folder)
 
@@ -97,6 +111,7 @@ def main() -> None:
         argument_spec={
             "path": {"type": "path", "required": True},
             "releases": {"type": "dict", "required": True},
+            "manifest": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -108,7 +123,7 @@ def main() -> None:
         written = [name for name, text in wanted.items() if found[name] != text]
         if written and not module.check_mode:
             for release in {name.split("/")[0] for name in written}:
-                write_release(root / release, releases[release])
+                write_release(root / release, releases[release], module.params["manifest"].get(release, {}))
     except OSError as error:
         module.fail_json(msg=f"a release could not be written below {root}: {error}")
     diff = [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from ansible.errors import AnsibleFilterError
 from ansible_collections.serving.gpu_node.plugins.filter.plan import (
     FilterModule,
-    differing_replicas,
     intent_plan,
+    project_version,
+    release_manifests,
     resolved_plan,
 )
 
-from tests.unit.plugins.samples import IMAGE, MODEL, cpu_profile, intent, resolved, topology
+from tests.unit.plugins.samples import IMAGE, MODEL, ROOT, cpu_profile, intent, resolved, topology
 
 
 def test_the_names_that_roles_use() -> None:
@@ -20,8 +24,8 @@ def test_the_names_that_roles_use() -> None:
         "intent_plan",
         "resolved_plan",
         "describe_plan",
-        "differing_replicas",
         "node_config",
+        "release_manifests",
     }
 
 
@@ -49,27 +53,25 @@ def test_what_keeps_a_plan_from_being_completed_comes_back_as_data() -> None:
     assert "the driver does not see GPU 0000:00:00.0" in answer["problems"][0]
 
 
-@pytest.mark.parametrize(
-    ("state", "release", "out", "differs"),
-    [
-        ("active", "the plan's", [], False),
-        # taken out by someone else: on its release all the same
-        ("active", "the plan's", ["operator", "prober"], False),
-        ("active", "the plan's", ["rollout"], True),
-        ("failed", "the plan's", [], True),
-        ("active", "another", [], True),
-        ("inactive", None, [], True),
-    ],
-)
-def test_which_replicas_are_switched(state: str, release: str | None, out: list[str], differs: bool) -> None:
-    replicas = resolved()["replicas"]
-    found = replicas[0]["release"] if release == "the plan's" else release
-    status = [
-        {"index": 0, "state": state, "release": found, "out": out},
-        {"index": 1, "state": "active", "release": replicas[1]["release"], "out": []},
-    ]
-    assert differing_replicas(replicas, status) == (replicas[:1] if differs else [])
+def test_a_releases_manifest_says_what_its_id_stands_for() -> None:
+    plan = resolved()
+    found = release_manifests(plan, {**IMAGE, "recipe": "own"}, "590.48.01")
+    assert sorted(found) == sorted(replica["release"] for replica in plan["replicas"])
+    one = found[plan["replicas"][1]["release"]]
+    assert (one["release"], one["replica"], one["profile"]) == (plan["replicas"][1]["release"], 1, "cpu")
+    assert one["model"]["digest"] == MODEL
+    assert one["model"]["source"] == {"type": "generated", "seed": 0}
+    assert (one["image"]["id"], one["image"]["recipe"], one["image"]["engine_version"]) == (
+        IMAGE["id"],
+        "own",
+        "0.32.0",
+    )
+    assert (one["driver"], one["drafter"], one["kernels"]) == ("590.48.01", None, [])
+    assert re.fullmatch(r".+@.+", one["by"])
+    assert one["project"] == {"name": "serving.gpu_node", "version": project_version(ROOT)}
 
 
-def test_on_a_bare_node_every_replica_is_switched() -> None:
-    assert differing_replicas(resolved()["replicas"], []) == resolved()["replicas"]
+def test_the_projects_version_is_found_where_it_is_installed_too(tmp_path: Path) -> None:
+    assert re.fullmatch(r"[0-9.]+", project_version(ROOT))
+    (tmp_path / "MANIFEST.json").write_text('{"collection_info": {"version": "9.8.7"}}')
+    assert project_version(tmp_path) == "9.8.7"

@@ -1,7 +1,9 @@
-"""The module `releases`: whole or not there, and what was lost or edited is put back."""
+"""The module `releases`: whole or not there, what was lost or edited is put back, and who made it stays with it."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,19 @@ FILES = {"engine.yaml": '"port": 8000\n', "engine.env": "A=é\n", "release.json"
 WANTED = {"0123456789ab": FILES, "111111111111": {**FILES, "engine.env": "A=2\n"}}
 
 
-def run(root: Path, wanted: dict[str, dict[str, str]] | None = None, check: bool = False) -> dict[str, Any]:
-    return run_module(releases.main, {"path": str(root / "releases"), "releases": wanted or WANTED}, check)
+def run(
+    root: Path, wanted: dict[str, dict[str, str]] | None = None, check: bool = False, **more: Any
+) -> dict[str, Any]:
+    return run_module(releases.main, {"path": str(root / "releases"), "releases": wanted or WANTED, **more}, check)
 
 
 def found(root: Path) -> dict[str, dict[str, str]]:
     """What looks like releases."""
     folders = [path for path in (root / "releases").glob("*") if not path.name.startswith(".")]
-    return {path.name: {file.name: file.read_text() for file in path.iterdir()} for path in folders}
+    return {
+        path.name: {file.name: file.read_text() for file in path.iterdir() if file.name != "manifest.json"}
+        for path in folders
+    }
 
 
 def test_they_are_written_once(tmp_path: Path) -> None:
@@ -96,3 +103,34 @@ def test_a_path_that_cannot_be_is_an_error_with_its_name(tmp_path: Path, place: 
     answer = run(tmp_path)
     assert answer["failed"] is True
     assert f"a release could not be written below {tmp_path / 'releases'}" in answer["msg"]
+
+
+def manifest(root: Path, release: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((root / "releases" / release / "manifest.json").read_text())
+    return value
+
+
+def test_who_made_a_release_when_is_with_it(tmp_path: Path) -> None:
+    run(tmp_path, manifest={"0123456789ab": {"by": "alice@ctl", "image": {"recipe": "own"}}})
+    made = manifest(tmp_path, "0123456789ab")
+    assert (made["by"], made["image"]) == ("alice@ctl", {"recipe": "own"})
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(made["created"])
+    assert age < datetime.timedelta(minutes=1)
+    assert set(manifest(tmp_path, "111111111111")) == {"created"}
+
+
+def test_who_made_it_first_stays(tmp_path: Path) -> None:
+    run(tmp_path, manifest={"0123456789ab": {"by": "alice@ctl"}})
+    first = manifest(tmp_path, "0123456789ab")
+    (tmp_path / "releases/0123456789ab/engine.env").unlink()
+    for changed in (True, False):
+        assert run(tmp_path, manifest={"0123456789ab": {"by": "bob@ctl"}})["changed"] is changed
+    assert manifest(tmp_path, "0123456789ab") == first
+
+
+def test_a_release_of_before_there_were_manifests_is_left_alone(tmp_path: Path) -> None:
+    run(tmp_path)
+    path = tmp_path / "releases/0123456789ab/manifest.json"
+    path.unlink()
+    assert run(tmp_path, manifest={"0123456789ab": {"by": "bob@ctl"}})["changed"] is False
+    assert not path.exists()

@@ -1,0 +1,211 @@
+"""The order of a rollout over a fleet, and where it stops; the roles around it and the nodes are stand-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.plugins.rollout_stage import Stage
+
+CONVERGE = ["replica/retire", "node_tool/main", "replica/main", "balancer/main"]
+STAGE = ["serving_plan/resolve", "replica/write_releases", "claim 111111111111"]
+BAKE = " --bake 60 --error-budget 0.01"
+
+
+def stage(folder: Path, **hosts: dict[str, Any]) -> Stage:
+    return Stage(folder, hosts)
+
+
+def switched(found: Stage) -> list[str]:
+    """The nodes whose job was run, in order."""
+    return [line.split()[0] for line in found.calls() if "gpu-node-rollout: rollout" in line]
+
+
+def test_a_node_alone_goes_from_plan_to_served(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={})
+    found.build()
+    (tmp_path / "both.yml").write_text((tmp_path / "plan.yml").read_text() + (tmp_path / "artifacts.yml").read_text())
+    (tmp_path / "both.yml").write_text(
+        "".join(f"- {{ansible.builtin.import_playbook: {name}.yml}}\n" for name in ("plan", "artifacts", "serve"))
+    )
+    counts, output = found.run("both", "-e", "{rollout_drained_tasks: /nowhere}")
+    assert counts["n1"]["failed"] == 1, output
+    counts, output = found.run("both")
+    assert counts["n1"]["failed"] == 0, output
+    # no bake, and nobody leaves
+    assert found.calls("n1") == [*STAGE, *CONVERGE, "gpu-node-rollout: rollout r1"]
+
+
+def test_everything_is_on_all_nodes_before_anything_is_switched_on_one(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={"differs": []}, n3={})
+    counts, output = found.run("rollout", "-e", "rollout_on_drain_timeout=cut")
+    assert all(count["failed"] == 0 for count in counts.values()), output
+    assert "2 of 3 nodes to be changed, in batches of 1, 1" in output
+    assert "n1: replica 0: 000000000000 -> 111111111111" in output
+    calls = found.calls()
+    first = calls.index("n1 replica/retire")
+    for name in ("n1", "n2", "n3"):
+        assert f"{name} claim 111111111111" in calls[:first]
+        assert found.calls(name)[1:4] == STAGE
+    assert switched(found) == ["n1", "n3"]
+    turn = ["claim 111111111111", *CONVERGE, f"gpu-node-rollout: rollout r1{BAKE} --force-drain"]
+    assert found.calls("n3")[4:] == turn
+    # a node's own parts change in its own batch, and those of the others come last
+    assert calls.index("n3 replica/retire") > calls.index(f"n1 {turn[-1]}")
+    assert found.calls("n2")[4:] == CONVERGE
+    assert calls.index("n2 replica/retire") > calls.index(f"n3 {turn[-1]}")
+
+
+def test_nothing_differs(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={"differs": []}, n2={"differs": []})
+    counts, output = found.run("rollout")
+    assert all(count["failed"] == 0 for count in counts.values()), output
+    assert "no replica differs on 2 nodes: none is switched" in output
+    assert switched(found) == []
+
+
+def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={"jobs": {"rollout": "exit code 3; its last lines: EngineError"}}, n3={})
+    counts, output = found.run("rollout")
+    assert counts["n2"]["failed"] == 1
+    assert switched(found) == ["n1", "n2"]
+    for part in (
+        "rollout r1 stopped at n2",
+        "EngineError",
+        "done: n1",
+        "not touched: n3",
+        "run rollout.yml again",
+        "playbooks/rollback.yml",
+    ):
+        assert part in output
+
+
+def test_a_node_whose_own_parts_cannot_be_changed_stops_it_too(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={"breaks": "balancer/main"}, n2={})
+    _, output = found.run("rollout")
+    assert "rollout r1 stopped at n1" in output
+    assert "balancer/main broke" in output
+    assert switched(found) == []
+
+
+@pytest.mark.parametrize(
+    ("fake", "reached"),
+    [
+        ({"broken": "plan"}, False),
+        ({"broken": "artifacts"}, False),
+        ({"conflict": "rollout x of bob has this node"}, True),
+    ],
+)
+def test_a_node_that_cannot_take_part_ends_it_before_anything_is_switched(
+    tmp_path: Path, fake: dict[str, Any], reached: bool
+) -> None:
+    found = stage(tmp_path, n1={}, n2=fake)
+    counts, output = found.run("rollout", "-l", "n1,n2")
+    assert counts["n1"]["failed"] == 1
+    assert "No replica was touched" in output
+    assert "-l 'n1,n2:!n2'" in output
+    assert switched(found) == []
+    assert ("n1 claim 111111111111" in found.calls()) is reached
+    assert not any("balancer" in line for line in found.calls())
+
+
+def test_batches_are_the_operators_to_choose(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={"jobs": {"rollout": "it broke"}}, n3={}, n4={})
+    _, output = found.run("rollout", "-e", "{rollout_batches: ['50%', 1]}")
+    assert "in batches of 2, 1, 1" in output
+    assert sorted(switched(found)) == ["n1", "n2"]
+    assert "done: n1" in output
+    assert "not touched: n3, n4" in output
+
+
+# What needs the whole node
+
+
+def own_tasks(folder: Path, calls: Path, text: str = "") -> str:
+    """A file of the operator's."""
+    path = folder / "own.yml"
+    note = f"- ansible.builtin.shell: echo '{{{{ inventory_hostname }}}} own tasks' >> {calls}\n"
+    path.write_text("---\n" + note + text)
+    return f"rollout_drained_tasks={path}"
+
+
+def test_a_drained_step_is_done_between_leaving_and_coming_back(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={"differs": []})
+    _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls"))
+    assert "no release differs; its replicas are started anew" in output
+    staged = ["serving_plan/resolve", "replica/write_releases", "claim whole 111111111111"]
+    assert found.calls("n1")[4:] == [
+        "claim whole 111111111111",
+        *CONVERGE,
+        "gpu-node-rollout: leave r1",
+        "own tasks",
+        *staged,
+        f"gpu-node-rollout: rollout r1{BAKE}",
+    ]
+
+
+def test_a_drained_step_that_fails_brings_the_replicas_back_and_stops(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={})
+    step = "- ansible.builtin.fail: {msg: no firmware}\n"
+    _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls", step))
+    assert found.calls("n1")[-4:] == [
+        "gpu-node-rollout: leave r1",
+        "own tasks",
+        "claim whole 000000000000",
+        "gpu-node-rollout: rollout r1",
+    ]
+    assert "no firmware; its replicas serve again what they served before" in output
+    assert "rollout r1 stopped at n1" in output
+    assert not any("leave" in line for line in found.calls("n2"))
+
+
+def test_a_node_that_does_not_leave_stops_it(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={"jobs": {"leave": "still 3 requests after 120 s"}})
+    _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls"))
+    assert "still 3 requests" in output
+    assert "own tasks" not in found.calls("n1")
+
+
+def test_a_dry_run_does_no_step(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={})
+    counts, output = found.run("rollout", "--check", "-e", own_tasks(tmp_path, tmp_path / "calls"))
+    assert counts["n1"]["failed"] == 0, output
+    assert "own tasks" not in found.calls("n1")
+
+
+def test_what_cannot_be_done_is_refused_first_and_all_of_it_at_once(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={})
+    given = ["rollout_bake=-1", "rollout_error_budget=2", "rollout_lease=5", "rollout_drained_tasks=/nowhere.yml"]
+    _, output = found.run("rollout", "-e", " ".join(given), "-e", "{rollout_drained_steps: [driver]}")
+    for part in (
+        "rollout_bake: -1 is outside 0 to 86400 seconds",
+        "rollout_error_budget: 2 is no share",
+        "rollout_lease: 5 is less than the 60 seconds",
+        "there is no file /nowhere.yml on the controller",
+        "of the profile cpu, which has no driver and no kernels; leave driver out",
+    ):
+        assert part in output
+    assert "replica/write_releases" not in found.calls("n1")
+
+
+# The way back
+
+
+def test_the_way_back_changes_releases_alone(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={"differs": []}, n3={})
+    counts, output = found.run("rollback")
+    assert all(count["failed"] == 0 for count in counts.values()), output
+    back = "claim back 000000000000"
+    assert found.calls("n1") == [back, back, f"gpu-node-rollout: rollout r1{BAKE}"]
+    assert found.calls("n2") == [back]
+    assert switched(found) == ["n1", "n3"]
+
+
+def test_a_way_back_that_fails_stops(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={"jobs": {"rollout": "it broke"}}, n2={})
+    _, output = found.run("rollback", "-e", "{rollout_back_batches: [1]}")
+    assert "rollout r1 stopped at n1" in output
+    assert "run rollback.yml again" in output
+    assert switched(found) == ["n1"]
