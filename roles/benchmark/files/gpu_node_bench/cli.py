@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from gpu_node_bench import compare, references, request, run
+from gpu_node_bench import baselines, compare, references, request, run
 from gpu_node_bench.errors import BenchError
 
 _EXIT_CODES = """\
@@ -39,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--part", action="append", choices=request.PARTS, help="only these parts")
     one.add_argument("--out", type=Path, default=Path("."), help="folder for report.json and page.html")
-    one.add_argument("--baseline", type=Path, help="an earlier report to compare with on the page, if it is there")
+    one.add_argument("--baselines", type=Path, help="folder of earlier reports, by release, to compare with")
+    one.add_argument("--keep", action="store_true", help="keep this report there unless its releases have one")
+    one.add_argument("--replace", action="store_true", help="keep this report there in any case")
 
     two = commands.add_parser("compare", help="two reports, figure by figure")
     two.add_argument("old", type=Path)
@@ -56,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     three = commands.add_parser("page", help="a report as one HTML page")
     three.add_argument("report", type=Path)
     three.add_argument("--out", type=Path, required=True)
-    three.add_argument("--baseline", type=Path, help="an earlier report to compare with, if it is there")
+    three.add_argument("--baseline", type=Path, help="an earlier report to compare with")
     three.add_argument("--references", type=Path, default=references.SHIPPED, help="published figures")
     return parser
 
@@ -86,13 +89,11 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _write_page(report: Path, out: Path, baseline: Path | None, published: Path = references.SHIPPED) -> None:
+def _write_page(report: dict[str, Any], out: Path, published: Path = references.SHIPPED) -> None:
     # Not needed to measure, and the largest part of the program.
     from gpu_node_bench.page import page
 
-    loaded = compare.load(report)
-    old = compare.load(baseline) if baseline and baseline.exists() else None
-    text = page(loaded, old, references.load(str(loaded["profile"]), published))
+    text = page(report, references.load(str(report["profile"]), published))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
@@ -102,15 +103,32 @@ def _write_page(report: Path, out: Path, baseline: Path | None, published: Path 
 
 def _run(args: argparse.Namespace) -> int:
     wanted = _wanted(args)
+    if args.baselines and not wanted.release:
+        raise BenchError("--baselines: the request names no release to keep them by")
     report = run.run(wanted, args.out, _say)
+    if args.baselines:
+        if old := baselines.choose(args.baselines, wanted.release):
+            report["comparison"] = baselines.comparison(report, old)
+            _say(f"against {old}:")
+            _say(compare.table(compare.compare(compare.load(old), report)))
+        if args.keep or args.replace:
+            _say(baselines.keep(report, args.baselines, args.replace))
     run.write(report, args.out / "report.json")
-    _write_page(args.out / "report.json", args.out / "page.html", args.baseline)
+    _write_page(report, args.out / "page.html")
     summary = report["summary"]
     _say(
         f"{summary['figures'] - summary['invalid']} of {summary['figures']} figures have a number, "
         f"{summary['unsteady']} of them unsteady, in {report['seconds']:.0f} s: {args.out / 'report.json'}"
     )
     return 3 if summary["invalid"] or not summary["figures"] else 0
+
+
+def _page(args: argparse.Namespace) -> int:
+    report = compare.load(args.report)
+    if args.baseline:
+        report["comparison"] = baselines.comparison(report, args.baseline)
+    _write_page(report, args.out, args.references)
+    return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -134,10 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        if args.command == "compare":
-            return _compare(args)
-        _write_page(args.report, args.out, args.baseline, args.references)
+        return _compare(args) if args.command == "compare" else _page(args)
     except BenchError as error:
         print(f"gpu_node_bench: error: {error}", file=sys.stderr)
         return 2
-    return 0

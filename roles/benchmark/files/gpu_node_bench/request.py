@@ -96,9 +96,7 @@ _NAMES: dict[type[Any], str] = {str: "a text", list: "a list", dict: "an object"
 def _take(value: dict[str, Any], name: str, kind: type[Any], where: str, default: Any = None) -> Any:
     found: Any = value.get(name, default)
     if type(found) is not kind:
-        raise _fail(
-            f"{where}.{name}", {str: "a text", list: "a list", dict: "an object"}.get(kind, kind.__name__), found
-        )
+        raise _fail(f"{where}.{name}", _NAMES[kind], found)
     return found
 
 

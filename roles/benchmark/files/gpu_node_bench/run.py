@@ -257,6 +257,8 @@ class TargetRun:
 
     def _levels_part(self, why: str) -> None:
         options = self._options
+        if not options.levels:
+            return
         made = {
             streams: figure(self.target.name, f"load/{options.level_workload}/{streams}", "load", streams=streams)
             for streams in options.levels
