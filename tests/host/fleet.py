@@ -339,6 +339,7 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("up", help="boot the nodes").add_argument("--nodes", type=int, default=3)
     verbs.add_parser("down", help="remove every node")
+    verbs.add_parser("reboot", help="reboot a node").add_argument("container")
     verbs.add_parser("front", help="give the balancer in front a backend").add_argument("file", type=Path)
     options = parser.parse_args()
     try:
@@ -346,6 +347,8 @@ def main() -> int:
             up(range(1, options.nodes + 1))
         elif options.verb == "down":
             down()
+        elif options.verb == "reboot":
+            node(int(options.container.rpartition("-")[2])).reboot()
         else:
             configure_front(options.file.read_text())
     except (testhost.HostError, NodeError) as err:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import fleet as machines
+import yaml
 from fleet import FleetNode
-from fleet_load import Load, Target
+from fleet_load import Load, Outcome, Target, ask
 from nodes import Play, Playbook
-from testhost import STATE
+from testhost import ROOT, STATE
 
 PLAY_TIMEOUT_S = 900
 Releases = dict[str, list[str]]
 
 
 class Fleet:
-    """Three nodes behind HAProxy. `changes` is what the settings differ by from the inventory's."""
+    """Three nodes behind HAProxy.
+
+    `changes` is what the settings differ by from the inventory's, `variables` what else was rolled out.
+    """
 
     def __init__(self) -> None:
         self.nodes: list[FleetNode] = [machines.node(number) for number in (1, 2, 3)]
         self.changes: dict[str, Any] = {}
+        self.variables: dict[str, Any] = {}
 
     # -- playbooks ----------------------------------------------------------------------------------------------------
 
@@ -38,7 +44,7 @@ class Fleet:
         changes: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> Playbook:
-        extra = {"fleet_changes": {**self.changes, **(changes or {})}, **variables}
+        extra = {"fleet_changes": {**self.changes, **(changes or {})}, **self.variables, **variables}
         return machines.start_playbook(playbook, *args, extra=extra)
 
     def run(self, playbook: str = "playbooks/rollout.yml", *args: str, **variables: Any) -> Play:
@@ -88,6 +94,31 @@ class Fleet:
         record = self.wanted()[name]
         return str(record["rollout"]) if record["controller"]["pid"] == playbook.process.pid else ""
 
+    def step(self, one: FleetNode, index: int) -> str:
+        """The step at which a replica's switch is; empty when none is under way."""
+        text = one.run(f"cat /var/lib/gpu-node/replicas/{index}/switch.json").stdout
+        journal = json.loads(text or "{}")
+        return str(journal["step"]) if journal and journal["outcome"] is None else ""
+
+    def unreachable(self, one: FleetNode) -> None:
+        """No SSH any more, and the connections that are there cut; it serves on."""
+        one.docker("sh", "-c", "systemctl stop ssh.service; pkill -x sshd || true")
+
+    def reachable(self, one: FleetNode) -> None:
+        one.docker("systemctl", "start", "ssh.service")
+
+    def inventory_overrides(self) -> dict[str, Any]:
+        """The settings of the scenario's inventory."""
+        file = ROOT / "molecule" / "fleet" / "inventory" / "group_vars" / "gpu_nodes" / "main.yml"
+        found: dict[str, Any] = yaml.safe_load(file.read_text())["fleet_overrides"]
+        return found
+
+    def front_backend(self) -> str:
+        """What playbooks/targets.yml wrote for HAProxy."""
+        written = sorted((self.folder / "targets").glob("*haproxy*"))
+        assert written, "playbooks/targets.yml has written nothing for HAProxy"
+        return written[0].read_text()
+
     def wait_for_front(self, down: Sequence[str] = (), timeout_s: float = 40) -> None:
         """Wait until HAProxy sends to every node but these."""
         deadline = time.monotonic() + timeout_s
@@ -112,10 +143,34 @@ class Fleet:
 
     def load(self, *, direct: bool = True) -> Load:
         """Clients of HAProxy, and of each node's own balancer while a node is never to be without a replica."""
-        targets = [Target("front", machines.front_address(), machines.FRONT_PORT, clients=3)]
+        targets = [Target("front", machines.front_address(), machines.FRONT_PORT, clients=2)]
         if direct:
-            targets += [Target(one.name, one.address, 8080, pause_s=0.4) for one in self.nodes]
+            targets += [Target(one.name, one.address, 8080, pause_s=1.0) for one in self.nodes]
         return Load(targets, self.key)
+
+    def long_request(self, one: FleetNode, tokens: int) -> Long:
+        return Long(Target(one.name, one.address, 8080), self.key, tokens)
+
+
+class Long:
+    """A stream that runs while the test goes on."""
+
+    def __init__(self, target: Target, key: str, tokens: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self._thread = threading.Thread(target=self._ask, args=(target, key, tokens), daemon=True)
+        self._thread.start()
+
+    def _ask(self, target: Target, key: str, tokens: int) -> None:
+        self.outcomes.append(ask(target, key, "stream", tokens))
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self, timeout_s: float = 60) -> Outcome:
+        self._thread.join(timeout_s)
+        assert not self.running, f"still running after {timeout_s:.0f} s"
+        return self.outcomes[0]
 
 
 def kill(playbook: Playbook) -> None:

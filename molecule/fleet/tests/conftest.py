@@ -12,9 +12,7 @@ from fleet_view import Fleet, kill
 @pytest.fixture(scope="session")
 def _fleet() -> Fleet:
     fleet = Fleet()
-    written = sorted((machines.FOLDER / "targets").glob("*haproxy*"))
-    assert written, "playbooks/targets.yml has written nothing for HAProxy"
-    machines.configure_front(written[0].read_text())
+    machines.configure_front(fleet.front_backend())
     return fleet
 
 
