@@ -20,6 +20,7 @@ from typing import Any
 
 # Starting torch and CUDA on a machine with many cards takes this long at most.
 START_S = 180.0
+WORKER = (sys.executable, "-m", "gpu_load.worker")
 # NVLink multicast off: it is not for these cards, and hangs on machines that hand out some cards of a switch.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -39,7 +40,7 @@ class Worker:
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gpu_load.worker", *arguments],
+            [*WORKER, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -181,7 +182,7 @@ def cards() -> list[str]:
         if row is None:
             raise ValueError(f"torch sees no card: {worker.last_words()}")
         found: list[str] = row["cards"]
-        say({**row, "nccl": row.get("nccl")})
+        say(row)
         return found
     except TimeoutError:
         raise ValueError(f"torch did not start within {START_S:.0f} s") from None

@@ -1,0 +1,237 @@
+"""Levels, a whole run against a small real server, and what becomes of checks that break."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_node_accept import node, run
+from gpu_node_accept.checks import Book, CheckError, Title, counts, not_here, not_run, passed, result, warned
+
+TITLE = Title("one", "Engine", "a check")
+METRICS = """\
+vllm:cache_config_info{kv_cache_size_tokens="19328"} 1.0
+vllm:prefix_cache_hits_total 100.0
+vllm:request_success_total 5.0
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An engine that answers at once, and always the same."""
+
+    hits = 0
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, text: str, kind: str = "application/json") -> None:
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            return self._send(METRICS.replace("100.0", str(type(self).hits)), "text/plain")
+        return self._send(json.dumps({"version": "0.33.0"}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != "Bearer engine-key":
+            self.send_error(401)
+            return None
+        if not body.get("stream"):
+            return self._send(json.dumps({"choices": [{"message": {"content": "2, 3, 5"}, "finish_reason": "stop"}]}))
+        type(self).hits += len(body["prompt"])
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
+        text = "".join(f"data: {json.dumps(item)}\n\n" for item in events) + "data: [DONE]\n\n"
+        return self._send(text, "text/event-stream")
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    (tmp_path / "engine.env").write_text("VLLM_API_KEY=engine-key\n")
+    monkeypatch.setattr(run, "ENGINE_ENV", tmp_path / "engine.env")
+    monkeypatch.setattr(node, "HELD", tmp_path / "held")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+
+
+SMOKE_ROW = {"target": "replica 0", "stream": False, "ok": True, "completion_tokens": 32, "tokens_per_s": 120.0}
+SMOKE = [{**SMOKE_ROW, "ttft_ms": None, "error": None}]
+STATUS = [{"index": 0, "state": "active", "out": [], "release": "0123456789ab"}]
+
+
+def commands(**more: Any) -> Any:
+    """Stands for the node's commands."""
+
+    def ran(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        name = " ".join(argv[:2])
+        answers: dict[str, tuple[int, str]] = {
+            "gpu-node smoke": (0, json.dumps(SMOKE)),
+            "gpu-node status": (0, json.dumps(STATUS)),
+            "gpu-node history": (0, "[]"),
+            **more,
+        }
+        return answers.get(name, (127 if argv[0] in ("nvidia-smi", "dcgmi") else 0, ""))
+
+    return ran
+
+
+def request(port: int, level: str, **more: Any) -> dict[str, Any]:
+    arguments = {"max-model-len": 2048, "max-num-seqs": 4}
+    replica = {"index": 0, "unit": "vllm-replica@0.service", "port": port, "gpus": [], "engine_args": arguments}
+    return {
+        "node": "n",
+        "level": level,
+        "profile": "cpu",
+        "device": "cpu",
+        "served_model_name": "tiny",
+        "expected": {"kv_tokens": 19328},
+        "replicas": [replica],
+        "gpu_timeout": 30,
+        "determinism_tokens": 64,
+        "concurrency_tokens": 16,
+        "limit_timeout": 60,
+        "start_timeout": 60,
+        "stop_timeout": 60,
+        **more,
+    }
+
+
+def verdicts(asked: dict[str, Any], tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    (tmp_path / "request.json").write_text(json.dumps(asked))
+    assert run.main([str(tmp_path / "request.json"), str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    return report, {check["id"]: check["verdict"] for check in report["checks"]}
+
+
+def test_smoke_is_answers_and_the_kv_cache(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    report, found = verdicts(request(port, "smoke"), tmp_path)
+    assert found == {"serves_plain": "pass", "kv_tokens": "pass"}
+    assert (report["result"], report["releases"]) == ("pass", {"0": "0123456789ab"})
+
+
+def test_standard_on_a_node_without_cards(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    report, found = verdicts(request(port, "standard"), tmp_path)
+    assert {name: found[name] for name in ("determinism", "prefix_cache", "kv_tokens")} == {
+        "determinism": "pass",
+        "prefix_cache": "pass",
+        "kv_tokens": "pass",
+    }
+    cards = [check for check in report["checks"] if check["part"] == "Cards"]
+    assert len(cards) == 10
+    assert {(check["verdict"], check["why"]) for check in cards} == {("not run", "profile cpu has no GPUs")}
+    # What means nothing here leaves nothing open.
+    assert (report["result"], report["counts"]["open"]) == ("pass", 0)
+    assert not set(found) & {"full_window", "restart"}
+
+
+def test_full_goes_to_the_limits(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    _, found = verdicts(request(port, "full"), tmp_path)
+    assert found["full_window"] == found["restart"] == "pass"
+    # It answers at once, so no two requests overlap.
+    assert found["concurrency"] == "warn"
+
+
+def test_a_replica_that_an_operator_drained_is_not_restarted(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained = json.dumps([{**STATUS[0], "out": ["operator"]}])
+    monkeypatch.setattr(node, "run", commands(**{"gpu-node status": (0, drained)}))
+    report, found = verdicts(request(port, "full"), tmp_path)
+    assert found["restart"] == "not run"
+    assert report["result"] == "incomplete"
+
+
+def test_everything_is_collected_when_nothing_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setattr(node, "run", commands(**{"gpu-node smoke": (2, "gpu-node: error: node.json is missing")}))
+    report, found = verdicts(request(1, "standard"), tmp_path)
+    assert report["result"] == "fail"
+    assert {name for name, verdict in found.items() if verdict == "fail"} == {
+        *("serves", "kv_tokens", "determinism", "prefix_cache"),
+    }
+
+
+def test_cards_that_the_driver_does_not_show_fail(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    report, found = verdicts(request(port, "standard", device="cuda"), tmp_path)
+    assert report["result"] == "fail"
+    assert {verdict for name, verdict in found.items() if name.startswith("gpu_")} == {"fail"}
+
+
+def test_a_held_node_says_what_is_open(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    node.HELD.write_text("{}")
+    report, found = verdicts(request(port, "standard"), tmp_path)
+    assert found["serves"] == "not run"
+    assert report["result"] == "incomplete"
+
+
+def test_a_wrong_key_is_told_without_the_key(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.ENGINE_ENV.write_text("VLLM_API_KEY=another-key\n")
+    monkeypatch.setattr(node, "run", commands())
+    report, found = verdicts(request(port, "standard"), tmp_path)
+    assert found["determinism"] == "fail"
+    assert "401" in str(report) and "another-key" not in str(report)
+
+
+def test_an_old_report_is_not_left(tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text(json.dumps({"level": "full"}))
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(KeyError):
+        run.main([str(tmp_path / "request.json"), str(tmp_path / "report.json")])
+    assert not (tmp_path / "report.json").exists()
+    (tmp_path / "request.json").write_text(json.dumps({"level": "most"}))
+    assert run.main([str(tmp_path / "request.json"), str(tmp_path / "report.json")]) == 2
+
+
+# --- the book
+
+
+def test_a_check_that_breaks_is_a_failure_and_not_the_end() -> None:
+    book = Book(lambda _: None)
+
+    def breaks() -> Any:
+        raise ValueError("half an answer")
+
+    def refuses() -> Any:
+        raise CheckError("HTTP 500", "an answer", "look there")
+
+    book.run(TITLE, "replica 0", breaks)
+    book.run(TITLE, "replica 0", refuses)
+    book.run(TITLE, "replica 0", lambda: passed("it"))
+    assert [(check.verdict, check.seen) for check in book.checks] == [
+        ("fail", "ValueError: half an answer"),
+        ("fail", "HTTP 500"),
+        ("pass", "it"),
+    ]
+    assert result(book.checks) == "fail"
+
+
+def test_not_run_is_never_a_pass() -> None:
+    book = Book(lambda _: None)
+    book.add(TITLE, "n", not_here("no GPUs"))
+    assert result(book.checks) == "incomplete"
+    book.add(TITLE, "n", passed("it"))
+    assert result(book.checks) == "pass"
+    book.add(TITLE, "n", warned("a bit", "none", "look"))
+    assert result(book.checks) == "warn"
+    book.add(TITLE, "n", not_run("busy"))
+    assert result(book.checks) == "incomplete"
+    assert counts(book.checks) == {"pass": 1, "warn": 1, "fail": 0, "not run": 2, "open": 1}
