@@ -20,7 +20,8 @@ from fleet_load import Load, Outcome, Target, ask
 from nodes import Play, Playbook
 from testhost import ROOT, STATE
 
-PLAY_TIMEOUT_S = 900
+# Several rollouts on a busy machine of two CPUs.
+PLAY_TIMEOUT_S = 1800
 Releases = dict[str, list[str]]
 
 
@@ -185,7 +186,7 @@ def words(play: Play) -> str:
     return " ".join(play.output.split())
 
 
-def wait_for(what: str, check: Any, timeout_s: float = 180, every_s: float = 0.2) -> Any:
+def wait_for(what: str, check: Any, timeout_s: float = 900, every_s: float = 0.2) -> Any:
     """The first true answer of `check`."""
     deadline = time.monotonic() + timeout_s
     while not (found := check()):

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from fleet_view import Fleet, kill, wait_for, words
+from fleet_view import PLAY_TIMEOUT_S, Fleet, kill, wait_for, words
 
 pytestmark = pytest.mark.full
 
@@ -14,7 +14,7 @@ JOURNAL = "cat /var/lib/gpu-node/replicas/{index}/switch.json"
 # Kills the job at a step of replica 0's switch, before it can do the next one.
 KILL_AT = r"""
 import glob, json, os, sys, time
-end = time.monotonic() + 300
+end = time.monotonic() + 900
 def job():
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         try:
@@ -68,9 +68,9 @@ def test_a_job_that_is_killed_at_any_step_goes_on(fleet: Fleet) -> None:
     with fleet.load() as load:
         for step in ("drain", "stop", "point", "start", "gate"):
             playbook = fleet.start("playbooks/rollout.yml", "-l", "fleet-1", changes=wish)
-            killed = node.ssh(f"python3 - {step}", stdin=KILL_AT, timeout=320)
+            killed = node.ssh(f"python3 - {step}", stdin=KILL_AT, timeout=900)
             assert killed.strip() == step
-            play = playbook.finish(300)
+            play = playbook.finish(PLAY_TIMEOUT_S)
             assert play.rc != 0, f"killed at {step}, and nobody says so: {play.tail(40)}"
             journal = json.loads(node.ssh(JOURNAL.format(index=0)))
             assert journal["outcome"] is None
@@ -106,10 +106,10 @@ def test_a_node_that_goes_away_in_the_middle_ends_the_rollout_there_and_is_gone_
     wish = {"max_num_seqs": 5}
     with fleet.load() as load:
         playbook = fleet.start(changes=wish)
-        wait_for("the canary is being switched", lambda: fleet.wanted()["fleet-1"]["state"] == "running", 300)
+        wait_for("the canary is being switched", lambda: fleet.wanted()["fleet-1"]["state"] == "running", 900)
         fleet.unreachable(fleet.nodes[2])
         try:
-            play = playbook.finish(600)
+            play = playbook.finish(PLAY_TIMEOUT_S)
         finally:
             fleet.reachable(fleet.nodes[2])
         assert play.rc != 0
@@ -129,9 +129,9 @@ def test_a_node_that_reboots_in_its_turn_comes_back_and_is_gone_on_from(fleet: F
     # Its own balancer goes down with it, so only clients of the one in front are spared.
     with fleet.load(direct=False) as load:
         playbook = fleet.start(changes=wish)
-        wait_for("replica 0 is being started", lambda: "start" in fleet.step(node, 0), 300, 0.1)
+        wait_for("replica 0 is being started", lambda: "start" in fleet.step(node, 0), 900, 0.1)
         node.reboot()
-        playbook.finish(600)
+        playbook.finish(PLAY_TIMEOUT_S)
         fleet.rollout(changes=wish)
     assert load.failed() == []
     assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {7}
@@ -169,9 +169,9 @@ def test_a_replica_whose_way_back_is_broken_too_stays_out_and_all_else_serves(fl
     content = node.ssh(f"cat {broken}")
     with fleet.load() as load:
         playbook = fleet.start(changes={"engine_env": {"STAND_IN": "exit=3"}})
-        wait_for("replica 0 is stopped", lambda: fleet.step(node, 0) in ("stop", "point", "start"), 300, 0.1)
+        wait_for("replica 0 is stopped", lambda: fleet.step(node, 0) in ("stop", "point", "start"), 900, 0.1)
         node.ssh(f"echo MORE=1 >>{broken}")
-        play = playbook.finish(300)
+        play = playbook.finish(PLAY_TIMEOUT_S)
         assert play.rc != 0
         assert "stays out" in words(play) and "this engine cannot start" in words(play), play.tail(60)
         rows = fleet.status()
@@ -206,9 +206,9 @@ def test_what_an_operator_kills_in_the_middle_can_be_taken_back(fleet: Fleet) ->
     before = fleet.releases()
     with fleet.load() as load:
         playbook = fleet.start(changes={"max_num_seqs": 9})
-        wait_for("the second node's turn", lambda: fleet.wanted()["fleet-2"]["state"] == "running", 400)
+        wait_for("the second node's turn", lambda: fleet.wanted()["fleet-2"]["state"] == "running", 1200)
         kill(playbook)
-        wait_for("its job has ended", lambda: fleet.wanted()["fleet-2"]["state"] == "done", 300)
+        wait_for("its job has ended", lambda: fleet.wanted()["fleet-2"]["state"] == "done", 900)
         back = fleet.run("playbooks/rollback.yml")
     assert back.rc == 0, back.tail(60)
     assert load.failed() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fleet_view import Fleet, kill, wait_for, words
+from fleet_view import PLAY_TIMEOUT_S, Fleet, kill, wait_for, words
 
 
 def turns(history: dict[str, list[dict[str, Any]]], rollout: str) -> list[tuple[str, int]]:
@@ -78,7 +78,7 @@ def test_a_killed_controller_is_gone_on_from_and_another_rollout_waits_its_turn(
         second = fleet.run(changes={"max_num_seqs": 2})
         assert first.process.poll() is None, "the first rollout ended before the second began: it proves nothing"
         assert fleet.claimed("fleet-3", first) == mine
-        play = first.finish(600)
+        play = first.finish(PLAY_TIMEOUT_S)
     assert load.failed() == []
     assert play.rc == 0, play.tail(80)
     assert second.rc != 0 and mine in words(second), second.tail(60)

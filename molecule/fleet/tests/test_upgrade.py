@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fleet as machines
 import pytest
-from fleet_view import Fleet
+from fleet_view import PLAY_TIMEOUT_S, Fleet
 from testhost import ROOT
 
 pytestmark = pytest.mark.full
@@ -56,7 +56,7 @@ def test_this_version_takes_the_last_ones_fleet_over_and_can_go_back(_fleet: Fle
     converge.write_text(CONVERGE.format(checkout=old))
     overrides = {name: value for name, value in fleet.inventory_overrides().items() if name not in NEWER}
     variables = {"fleet_overrides": overrides, "serving_plan_save_dir": ""}
-    play = machines.start_playbook(str(converge), extra=variables, checkout=old).finish(600)
+    play = machines.start_playbook(str(converge), extra=variables, checkout=old).finish(PLAY_TIMEOUT_S)
     assert play.rc == 0, play.tail(60)
     before = {name: text.split() for name, text in fleet.each(CURRENT).items()}
     machines.configure_front(fleet.front_backend())
