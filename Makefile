@@ -59,6 +59,7 @@ unit: venv
 molecule: venv
 	$(call step,Molecule scenario default: the whole job on a fresh node,molecule test -s default </dev/null)
 	$(call step,Molecule scenario prepare: driver and container runtime on a fresh node,molecule test -s prepare </dev/null)
+	$(call step,Molecule scenario fleet: rollouts over three nodes under load,molecule test -s fleet </dev/null)
 
 integration: venv
 	$(call step,Integration tests on real nodes,pytest tests/integration -m 'not full' --durations=12)
@@ -71,4 +72,5 @@ test: ## lint, unit tests, the Molecule scenarios and the integration tests
 
 test-full: test ## `make test`, then the slow tests
 	$(call step,Slow tests of scenario prepare,PREPARE_TESTS=full molecule test -s prepare </dev/null)
+	$(call step,Slow tests of scenario fleet,FLEET_TESTS=full molecule test -s fleet </dev/null)
 	$(call step,Slow integration tests,pytest tests/integration -m full --durations=12)
