@@ -48,13 +48,13 @@ def test_everything_is_on_all_nodes_before_anything_is_switched_on_one(tmp_path:
     first = calls.index("n1 replica/retire")
     for name in ("n1", "n2", "n3"):
         assert f"{name} claim 111111111111" in calls[:first]
-        assert found.calls(name)[1:4] == STAGE
+        assert found.calls(name)[2:5] == STAGE
     assert switched(found) == ["n1", "n3"]
     turn = ["claim 111111111111", *CONVERGE, f"gpu-node-rollout: rollout r1{BAKE} --force-drain"]
-    assert found.calls("n3")[4:] == turn
+    assert found.calls("n3")[5:] == turn
     # a node's own parts change in its own batch, and those of the others come last
     assert calls.index("n3 replica/retire") > calls.index(f"n1 {turn[-1]}")
-    assert found.calls("n2")[4:] == CONVERGE
+    assert found.calls("n2")[5:] == CONVERGE
     assert calls.index("n2 replica/retire") > calls.index(f"n3 {turn[-1]}")
 
 
@@ -136,7 +136,7 @@ def test_a_drained_step_is_done_between_leaving_and_coming_back(tmp_path: Path) 
     _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls"))
     assert "no release differs; its replicas are started anew" in output
     staged = ["serving_plan/resolve", "replica/write_releases", "claim whole 111111111111"]
-    assert found.calls("n1")[4:] == [
+    assert found.calls("n1")[5:] == [
         "claim whole 111111111111",
         *CONVERGE,
         "gpu-node-rollout: leave r1",
