@@ -39,13 +39,17 @@ def _card(match: re.Match[str]) -> tuple[int, int, int]:
     return int(match[1], 16), int(match[2], 16), int(match[3], 16)
 
 
+def _quoted(message: str) -> str:
+    return f'"{message.strip()[:300]}"'
+
+
 def _xid(message: str, cards: Iterable[tuple[int, int, int]]) -> str | None:
     match = _XID.search(message)
     if match is None or _card(match) not in cards:
         return None
     number = int(match[4])
     remedy = next((words for numbers, words in _XID_REMEDIES if number in numbers), OTHER_XID)
-    return f"Xid {number} of its GPU: {message.strip()[:300]!r}: {remedy}"
+    return f"Xid {number} of its GPU: {_quoted(message)}: {remedy}"
 
 
 def faults(messages: Sequence[str], unit: str, pci_addresses: Iterable[str]) -> list[str]:
@@ -63,7 +67,7 @@ def faults(messages: Sequence[str], unit: str, pci_addresses: Iterable[str]) -> 
             task = _TASK.search(message)
             capped = "CONSTRAINT_MEMCG" in message or "emory cgroup out of memory" in message
             remedy = OOM_REMEDY if capped else HOST_OOM_REMEDY
-            found.append(f"the kernel killed {task[1] if task else 'a process'}: {killed.strip()[:300]!r}: {remedy}")
+            found.append(f"the kernel killed {task[1] if task else 'a process'}: {_quoted(killed)}: {remedy}")
     return found
 
 
