@@ -38,7 +38,8 @@ def status_answers(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[st
         try:
             answers[name] = {"rows": json.loads(read.get("stdout") or "")}
         except ValueError:
-            error = failure_text(read).strip().splitlines()[-1]
+            # What the command says is more than that it failed.
+            error = (str(read.get("stderr") or "").strip() or failure_text(read)).splitlines()[-1]
             answers[name] = {"error": error, "unreachable": bool(read.get("unreachable", False))}
     return answers
 

@@ -1,0 +1,178 @@
+"""What an operator reads of a rollout and of a fleet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ansible_collections.serving.gpu_node.plugins.filter.rollout import nodes_without, rollout_facts, status_answers
+from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report import (
+    batch_sizes,
+    describe_ahead,
+    describe_fleet,
+    describe_stop,
+    failure_text,
+    fleet_rows,
+    names,
+)
+
+OLD, NEW = "0" * 12, "1" * 12
+
+
+def due(differs: list[str], **more: Any) -> dict[str, Any]:
+    record = {"targets": {"0": NEW, "1": NEW}, "before": {"0": OLD, "1": None}, **more}
+    return {"due": True, "differs": differs, "record": record}
+
+
+def test_what_is_ahead_names_each_replica() -> None:
+    nodes = {"n1": due(["0", "1"]), "n2": {"due": False, "differs": [], "record": {}}, "n3": due([])}
+    assert describe_ahead(nodes, [1, "100%"]) == [
+        "2 of 3 nodes to be changed, in batches of 1, 1",
+        f"n1: replica 0: {OLD} -> {NEW}",
+        f"n1: replica 1: none -> {NEW}",
+        "n3: no release differs; its replicas are started anew",
+    ]
+
+
+def test_a_replica_that_only_does_not_serve_is_said_to() -> None:
+    text = describe_ahead({"n1": due(["0"], before={"0": NEW})}, [1])[1]
+    assert text == f"n1: replica 0: {NEW}, which does not serve"
+
+
+def test_nothing_is_ahead() -> None:
+    assert describe_ahead({"n1": {"due": False}}, [1]) == ["no replica differs on 1 node: none is switched"]
+
+
+@pytest.mark.parametrize(
+    ("count", "batches", "sizes"),
+    [
+        (1, [1, "10%", "25%", "100%"], [1]),
+        (20, [1, "10%", "25%", "100%"], [1, 2, 5, 12]),
+        (3, [1, "10%", "25%", "100%"], [1, 1, 1]),
+        (5, ["50%"], [2, 2, 1]),
+        (4, [3], [3, 1]),
+        (4, [], [4]),
+        (4, ["2"], [2, 2]),
+        (3, [0], [3]),
+    ],
+)
+def test_batches_are_cut_as_ansible_cuts_them(count: int, batches: list[Any], sizes: list[int]) -> None:
+    assert batch_sizes(count, batches) == sizes
+
+
+def test_where_it_stopped_why_and_what_now() -> None:
+    nodes: dict[str, dict[str, Any]] = {
+        "n1": {**due(["0"]), "finished": True},
+        "n2": {**due(["0"]), "failure": {"task": "Switch", "result": {"msg": "exit code 3:\nEngineError"}}},
+        "n3": due(["0"]),
+        "n4": due(["0"]),
+        "n5": {"due": False},
+    }
+    lines = describe_stop(nodes, ["n2", "n3"], "r1", "rollout.yml")
+    assert lines[:5] == [
+        "rollout r1 stopped at n2, n3",
+        "- n2, Switch: exit code 3:\nEngineError",
+        "- n3: the connection was lost; what its job does goes on there",
+        "done: n1",
+        "not touched: n4",
+    ]
+    assert "rollout.yml again" in lines[5]
+    assert "rollback.yml" in lines[5]
+
+
+def test_of_many_nodes_the_first_are_named() -> None:
+    assert names([f"n{number}" for number in range(15)]).endswith("n11 and 3 more")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"msg": "why"}, "why"),
+        ({"msg": "One or more items failed", "results": [{"msg": "ok"}, {"failed": True, "msg": "why"}]}, "why"),
+        ({"msg": "", "stderr": "why\n"}, "why"),
+        ({}, "no reason was given"),
+    ],
+)
+def test_why_a_task_failed(result: dict[str, Any], text: str) -> None:
+    assert failure_text(result) == text
+
+
+# The fleet
+
+ROW = {
+    "index": 0,
+    "release": OLD,
+    "model": "tiny",
+    "state": "active",
+    "out": [],
+    "drift": [],
+    "differs": False,
+    "rollout": {"rollout": "r1", "state": "done", "target": OLD},
+}
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    return [line.split(maxsplit=7) for line in describe_fleet(rows)]
+
+
+def test_a_row_for_each_replica_of_each_node() -> None:
+    rows = fleet_rows({"n1": {"rows": [ROW, {**ROW, "index": 1, "out": ["operator", "prober"]}]}})
+    table = cells(rows)
+    assert table[0] == ["node", "replica", "release", "model", "state", "out", "rollout", "drift"]
+    assert describe_fleet(rows)[1].split() == ["n1", "0", OLD, "tiny", "active", "-", "r1", "done", "-"]
+    assert "operator,prober" in describe_fleet(rows)[2]
+
+
+def test_what_is_not_as_wanted_stands_at_the_end() -> None:
+    row = {**ROW, "drift": ["cmdline differs"], "differs": True, "rollout": {**ROW["rollout"], "target": NEW}}  # type: ignore[dict-item]
+    assert describe_fleet(fleet_rows({"n1": {"rows": [row]}}))[1].endswith(f"cmdline differs; has to run {NEW}")
+
+
+def test_a_node_that_says_nothing_is_a_row_too() -> None:
+    rows = fleet_rows(
+        {
+            "n1": {"error": "no route", "unreachable": True},
+            "n2": {"error": "gpu-node: not found"},
+            "n3": {"rows": [ROW]},
+        }
+    )
+    assert [row["reachable"] for row in rows] == [False, True, True]
+    lines = describe_fleet(rows)
+    assert "unreachable" in lines[1] and lines[1].endswith("no route")
+    assert "no answer" in lines[2]
+
+
+def test_an_older_command_says_less() -> None:
+    row = {"index": 0, "release": None, "model": None, "state": "inactive", "out": ["unit"]}
+    line = describe_fleet(fleet_rows({"n1": {"rows": [row]}}))[1]
+    assert line.split() == ["n1", "0", "-", "-", "inactive", "unit", "-", "-"]
+
+
+def test_what_the_nodes_said_is_read() -> None:
+    hostvars = {
+        "n1": {"rollout_status": {"stdout": json.dumps([ROW])}},
+        "n2": {"rollout_status": {"unreachable": True, "msg": "no route"}},
+        "n3": {
+            "rollout_status": {
+                "rc": 2,
+                "stdout": "",
+                "msg": "non-zero return code",
+                "stderr": "a\ngpu-node: error: no node.json",
+            }
+        },
+        "n4": {},
+    }
+    found = status_answers(list(hostvars), hostvars)
+    assert found["n1"] == {"rows": [ROW]}
+    assert found["n2"] == {"error": "no route", "unreachable": True}
+    assert found["n3"] == {"error": "gpu-node: error: no node.json", "unreachable": False}
+    assert found["n4"]["unreachable"] is True
+
+
+def test_facts_of_nodes_that_did_not_come_far() -> None:
+    hostvars = {"n1": {"rollout_result": {"due": True}, "rollout_finished": True}, "n2": {}}
+    found = rollout_facts(["n1", "n2"], hostvars)
+    assert (found["n1"]["due"], found["n1"]["finished"]) == (True, True)
+    assert found["n2"] == {"finished": False, "failure": {}}
+    assert nodes_without(["n1", "n2"], hostvars, "rollout_result") == ["n2"]
