@@ -40,12 +40,16 @@ def said(check: dict[str, Any]) -> str:
     return str(check["seen"])
 
 
+def _level(report: dict[str, Any]) -> str:
+    return "quality" if report.get("kind") == "quality" else f"level {report['level']}"
+
+
 def head(report: dict[str, Any]) -> str:
     """Return the report in one line."""
     counts = report["counts"]
     parts = [f"{counts[name]} {name}" for name in ("pass", "warn", "fail", "not run") if counts[name]]
     return (
-        f"{report['node']}, level {report['level']}: {RESULTS[report['result']]}"
+        f"{report['node']}, {_level(report)}: {RESULTS[report['result']]}"
         f" ({', '.join(parts)}) in {report['seconds']:.0f} s"
     )
 
@@ -90,8 +94,8 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .soft { color: var(--soft); } .small { font-size: .875rem; }
 .badge { font-weight: 600; white-space: nowrap; }
-.badge::before { content: ""; display: inline-block; width: .62em; height: .62em; border-radius: 50%; margin-right: .45em;
-  background: currentColor; }
+.badge::before { content: ""; display: inline-block; width: .62em; height: .62em; border-radius: 50%;
+  margin-right: .45em; background: currentColor; }
 .pass { color: var(--pass); } .warn, .incomplete { color: var(--warn); } .fail { color: var(--fail); }
 .not-run { color: var(--not); }
 .not-run.badge::before { background: none; border: 2px solid currentColor; }
@@ -102,17 +106,22 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .todo li { background: var(--card); border: 1px solid var(--line); border-left: 4px solid currentColor;
   border-radius: 6px; padding: .6rem .9rem; margin: .5rem 0; }
 .todo li > * { color: var(--text); } .todo li > .badge { color: inherit; } .todo li > .soft { color: var(--soft); }
-table { width: 100%; border-collapse: collapse; background: var(--card); border: 1px solid var(--line); }
+table { width: 100%; table-layout: fixed; border-collapse: collapse; background: var(--card);
+  border: 1px solid var(--line); }
 th, td { text-align: left; vertical-align: top; padding: .5rem .7rem; border-top: 1px solid var(--line);
   overflow-wrap: anywhere; }
 th { font-size: .8rem; font-weight: 600; color: var(--soft); border-top: 0; }
-td.verdict { width: 7.5rem; } td.target { width: 8rem; } td.what { width: 13rem; }
+th:nth-child(1) { width: 10%; } th:nth-child(2) { width: 10%; } th:nth-child(3) { width: 17%; }
+th:nth-child(4), th:nth-child(5) { width: 22%; }
+td.none { color: var(--soft); }
 @media (max-width: 720px) {
   thead { display: none; } table, tbody, tr, td { display: block; width: auto !important; }
   tr { padding: .6rem .8rem; border-top: 1px solid var(--line); } tr:first-child { border-top: 0; }
   td { padding: .08rem 0; border: 0; }
   td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); }
-  td:empty { display: none; }
+  td.none { display: none; } td.verdict, td.target { display: inline; }
+  td.target { color: var(--soft); margin-left: .5rem; }
+  td.what { font-weight: 600; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
 """
 
@@ -131,13 +140,16 @@ def _todo(check: dict[str, Any]) -> str:
     )
 
 
+def _cell(label: str, text: str) -> str:
+    return f'<td data-label="{label}">{escape(text)}</td>' if text else '<td class="none">-</td>'
+
+
 def _row(check: dict[str, Any]) -> str:
-    remedy = escape(check["remedy"]) if check["verdict"] != "pass" else ""
+    seen = "Why" if check["verdict"] == "not run" else "Seen"
     return (
         f'<tr><td class="verdict">{_badge(check["verdict"])}</td><td class="target">{escape(check["target"])}</td>'
-        f'<td class="what">{escape(check["what"])}</td><td data-label="Seen">{escape(said(check))}</td>'
-        f'<td data-label="Wanted">{escape(check["wanted"]) or "-"}</td>'
-        f'<td data-label="Remedy">{remedy or "-"}</td></tr>'
+        f'<td class="what">{escape(check["what"])}</td>{_cell(seen, said(check))}{_cell("Wanted", check["wanted"])}'
+        f"{_cell('Remedy', check['remedy'])}</tr>"
     )
 
 
@@ -162,7 +174,7 @@ def report_page(report: dict[str, Any]) -> str:
     todo = f'<h2>What to do</h2>\n<ul class="todo">\n{todo}\n</ul>' if todo else ""
     parts = dict.fromkeys(check["part"] for check in report["checks"])
     tables = "\n".join(_part(name, [one for one in report["checks"] if one["part"] == name]) for name in parts)
-    title = f"{report['node']}: acceptance, level {report['level']}"
+    title = f"{report['node']}: {report.get('kind', 'acceptance')}, {_level(report)}".removesuffix(", quality")
     return f"""<!doctype html>
 <html lang="en">
 <head>
