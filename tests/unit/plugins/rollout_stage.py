@@ -78,6 +78,7 @@ class Stage:
     folder: Path
     hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=lambda: dict(PLAN))
+    group: dict[str, Any] = field(default_factory=dict)
     image: dict[str, Any] = field(default_factory=lambda: {"recipe": "own"})
 
     @property
@@ -132,7 +133,7 @@ class Stage:
         """Return the recap's counts by host, and everything that was printed."""
         local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
         hosts = {name: {"fake": fake} for name, fake in self.hosts.items()}
-        group = {"hosts": hosts, "vars": {**local, "calls": str(self.folder / "calls")}}
+        group = {"hosts": hosts, "vars": {**local, **self.group, "calls": str(self.folder / "calls")}}
         (self.folder / "hosts.json").write_text(json.dumps({"gpu_nodes": group}))
         if not self.collection.exists():
             self.build()

@@ -113,7 +113,9 @@ def test_a_node_that_cannot_take_part_ends_it_before_anything_is_switched(
 
 def test_batches_are_the_operators_to_choose(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={}, n2={"jobs": {"rollout": "it broke"}}, n3={}, n4={})
-    _, output = found.run("rollout", "-e", "{rollout_batches: ['50%', 1]}")
+    # in the inventory, as most of what they set
+    found.group["rollout_batches"] = ["50%", 1]
+    _, output = found.run("rollout")
     assert "in batches of 2, 1, 1" in output
     assert sorted(switched(found)) == ["n1", "n2"]
     assert "done: n1" in output
