@@ -88,7 +88,7 @@ def bench_load(clients: int) -> dict[str, Any]:
         note(f"{2 * clients} clients ask for {BEFORE_S:.0f} s, then the rollout begins")
         time.sleep(BEFORE_S)
         began = time.time()
-        _, seconds = play(ROLLOUT, fleet_changes={"max_num_seqs": 8})
+        _, seconds = play(ROLLOUT, fleet_changes=fleet.another())
         ended = time.time()
         while len(load.outcomes) < GOAL_REQUESTS:
             time.sleep(1)

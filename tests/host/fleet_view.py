@@ -35,6 +35,18 @@ class Fleet:
         self.nodes: list[FleetNode] = [machines.node(number) for number in (1, 2, 3)]
         self.changes: dict[str, Any] = {}
         self.variables: dict[str, Any] = {}
+        self._sequences = 16
+
+    def take_over(self) -> None:
+        """Begin with what the fleet serves, which may be from an earlier run."""
+        found = {row["engine_args"]["max-num-seqs"] for rows in self.serving().values() for row in rows}
+        self._sequences = max(found)
+        self.changes = {"max_num_seqs": self._sequences}
+
+    def another(self) -> dict[str, int]:
+        """A setting as no release had it yet."""
+        self._sequences += 1
+        return {"max_num_seqs": self._sequences}
 
     # -- playbooks ----------------------------------------------------------------------------------------------------
 

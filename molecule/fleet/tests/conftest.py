@@ -13,6 +13,7 @@ from fleet_view import Fleet, kill
 def _fleet() -> Fleet:
     fleet = Fleet()
     machines.configure_front(fleet.front_backend())
+    fleet.take_over()
     return fleet
 
 

@@ -64,7 +64,7 @@ def test_an_engine_that(fleet: Fleet, fault: str) -> None:
 def test_a_job_that_is_killed_at_any_step_goes_on(fleet: Fleet) -> None:
     node = fleet.nodes[0]
     before = fleet.releases()["fleet-1"]
-    wish = {"max_num_batched_tokens": 1024}
+    wish = fleet.another()
     with fleet.load() as load:
         for step in ("drain", "stop", "point", "start", "gate"):
             playbook = fleet.start("playbooks/rollout.yml", "-l", "fleet-1", changes=wish)
@@ -92,7 +92,7 @@ def test_a_node_that_cannot_be_reached_ends_a_rollout_before_it_begins(fleet: Fl
     fleet.unreachable(fleet.nodes[2])
     try:
         with fleet.load() as load:
-            play = fleet.run(changes={"max_num_seqs": 6})
+            play = fleet.run(changes=fleet.another())
     finally:
         fleet.reachable(fleet.nodes[2])
     assert load.failed() == []
@@ -103,7 +103,7 @@ def test_a_node_that_cannot_be_reached_ends_a_rollout_before_it_begins(fleet: Fl
 
 def test_a_node_that_goes_away_in_the_middle_ends_the_rollout_there_and_is_gone_on_from(fleet: Fleet) -> None:
     before = fleet.releases()
-    wish = {"max_num_seqs": 5}
+    wish = fleet.another()
     with fleet.load() as load:
         playbook = fleet.start(changes=wish)
         wait_for("the canary is being switched", lambda: fleet.wanted()["fleet-1"]["state"] == "running", 900)
@@ -119,13 +119,15 @@ def test_a_node_that_goes_away_in_the_middle_ends_the_rollout_there_and_is_gone_
         assert now["fleet-1"] != before["fleet-1"] and now["fleet-2"] != before["fleet-2"]
         fleet.rollout(changes=wish)
     assert load.failed() == []
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {5}
+    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == set(
+        wish.values()
+    )
     fleet.wait_for_front()
 
 
 def test_a_node_that_reboots_in_its_turn_comes_back_and_is_gone_on_from(fleet: Fleet) -> None:
     node = fleet.nodes[0]
-    wish = {"max_num_seqs": 7, "balancer_announce": 8}
+    wish = {**fleet.another(), "balancer_announce": 8}
     # Its own balancer goes down with it, so only clients of the one in front are spared.
     with fleet.load(direct=False) as load:
         playbook = fleet.start(changes=wish)
@@ -134,7 +136,9 @@ def test_a_node_that_reboots_in_its_turn_comes_back_and_is_gone_on_from(fleet: F
         playbook.finish(PLAY_TIMEOUT_S)
         fleet.rollout(changes=wish)
     assert load.failed() == []
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {7}
+    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {
+        wish["max_num_seqs"]
+    }
     fleet.releases()
     fleet.wait_for_front()
 
@@ -205,7 +209,7 @@ def test_too_many_errors_in_the_bake_end_the_rollout_and_rollback_takes_it_back(
 def test_what_an_operator_kills_in_the_middle_can_be_taken_back(fleet: Fleet) -> None:
     before = fleet.releases()
     with fleet.load() as load:
-        playbook = fleet.start(changes={"max_num_seqs": 9})
+        playbook = fleet.start(changes=fleet.another())
         wait_for("the second node's turn", lambda: fleet.wanted()["fleet-2"]["state"] == "running", 1200)
         kill(playbook)
         wait_for("its job has ended", lambda: fleet.wanted()["fleet-2"]["state"] == "done", 900)

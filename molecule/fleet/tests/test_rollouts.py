@@ -10,7 +10,7 @@ from fleet_view import PLAY_TIMEOUT_S, Fleet, kill, wait_for, words
 
 def turns(history: dict[str, list[dict[str, Any]]], rollout: str) -> list[tuple[str, int]]:
     """Nodes and replicas in the order in which a rollout brought them to their releases."""
-    rows = [(row["at"], name, row) for name, rows in history.items() for row in rows if row["rollout"] == rollout]
+    rows = [(row["began"], name, row) for name, rows in history.items() for row in rows if row["rollout"] == rollout]
     return [(name, row["replica"]) for _, name, row in sorted(rows, key=lambda one: one[0]) if row["outcome"] == "new"]
 
 
@@ -21,18 +21,19 @@ def identity(fleet: Fleet) -> str:
 
 
 def test_a_setting_is_changed_on_three_nodes_and_nobody_notices(fleet: Fleet) -> None:
-    before = fleet.releases()
+    before, old = fleet.releases(), fleet.changes["max_num_seqs"]
+    wish = fleet.another()
     with fleet.load() as load:
-        play = fleet.rollout(changes={"max_num_seqs": 8})
+        play = fleet.rollout(changes=wish)
     assert load.failed() == [] and load.answered() > 100
     after = fleet.releases()
-    assert all(old != new for name in before for old, new in zip(before[name], after[name], strict=True))
+    assert not {one for each in before.values() for one in each} & {one for each in after.values() for one in each}
     # One canary, then the others, and never two replicas of a node at once.
     order = turns(fleet.history(), identity(fleet))
     assert sorted(order) == [(one.name, index) for one in fleet.nodes for index in (0, 1)]
     assert order[:2] == [("fleet-1", 0), ("fleet-1", 1)]
-    changed = [line for rows in fleet.history(2).values() for row in rows for line in row["changed"]]
-    assert set(changed) == {"engine_args.max-num-seqs: 16 -> 8"}
+    line = f"engine_args.max-num-seqs: {old} -> {wish['max_num_seqs']}"
+    assert all(line in row["changed"] for rows in fleet.history(2).values() for row in rows)
     # A line for each replica's progress reaches the terminal.
     said = words(play)
     assert all(f"release {release} serves" in said for releases in after.values() for release in releases)
@@ -64,7 +65,7 @@ def test_a_release_whose_engine_does_not_start_is_taken_back_and_ends_the_rollou
 
 def test_a_killed_controller_is_gone_on_from_and_another_rollout_waits_its_turn(fleet: Fleet) -> None:
     before = fleet.releases()
-    wish = {"max_num_seqs": 4}
+    wish = fleet.another()
     with fleet.load() as load:
         lost = fleet.start(changes=wish)
         journal = "cat /var/lib/gpu-node/replicas/0/switch.json"
@@ -75,7 +76,7 @@ def test_a_killed_controller_is_gone_on_from_and_another_rollout_waits_its_turn(
         kill(lost)
         first = fleet.start(changes=wish, rollout_bake=20)
         mine = wait_for("the same rollout has the last node", lambda: fleet.claimed("fleet-3", first))
-        second = fleet.run(changes={"max_num_seqs": 2})
+        second = fleet.run(changes=fleet.another())
         assert first.process.poll() is None, "the first rollout ended before the second began: it proves nothing"
         assert fleet.claimed("fleet-3", first) == mine
         play = first.finish(PLAY_TIMEOUT_S)
@@ -85,7 +86,9 @@ def test_a_killed_controller_is_gone_on_from_and_another_rollout_waits_its_turn(
     fleet.changes |= wish
     after = fleet.releases()
     assert not {one for each in before.values() for one in each} & {one for each in after.values() for one in each}
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {4}
+    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == set(
+        wish.values()
+    )
     # The replica that was being switched when its controller was killed was switched once.
     assert sorted(row["replica"] for row in fleet.history(2)["fleet-2"]) == [0, 1]
     fleet.wait_for_front()
@@ -107,7 +110,7 @@ def test_the_fleet_is_shown_and_taken_back(fleet: Fleet) -> None:
     assert load.failed() == []
     assert play.rc == 0, play.tail(80)
     assert fleet.releases() == previous
-    fleet.changes["max_num_seqs"] = 8
+    fleet.take_over()
     again = fleet.run("playbooks/rollback.yml")
     assert (again.rc, again.changed) == (0, 0), again.tail(60)
     fleet.wait_for_front()

@@ -58,12 +58,13 @@ def test_this_version_takes_the_last_ones_fleet_over_and_can_go_back(_fleet: Fle
     variables = {"fleet_overrides": overrides, "serving_plan_save_dir": ""}
     play = machines.start_playbook(str(converge), extra=variables, checkout=old).finish(PLAY_TIMEOUT_S)
     assert play.rc == 0, play.tail(60)
+    fleet.changes = {}
     before = {name: text.split() for name, text in fleet.each(CURRENT).items()}
     machines.configure_front(fleet.front_backend())
     fleet.wait_for_front()
     with fleet.load() as load:
         # The node's own parts are the new version's, and so is the release, which has another setting.
-        fleet.rollout(changes={"max_num_seqs": 8})
+        fleet.rollout(changes=fleet.another())
         assert load.failed() == []
         after = fleet.releases()
         assert all(old != new for name in before for old, new in zip(before[name], after[name], strict=True))
