@@ -39,8 +39,7 @@ class Fleet:
 
     def take_over(self) -> None:
         """Begin with what the fleet serves, which may be from an earlier run."""
-        found = {row["engine_args"]["max-num-seqs"] for rows in self.serving().values() for row in rows}
-        self._sequences = max(found)
+        self._sequences = max(self.sequences())
         self.changes = {"max_num_seqs": self._sequences}
 
     def another(self) -> dict[str, int]:
@@ -101,6 +100,10 @@ class Fleet:
         """What every replica's release is made of."""
         texts = self.each("cat /var/lib/gpu-node/replicas/*/current/release.json")
         return {name: [json.loads(line) for line in text.splitlines()] for name, text in texts.items()}
+
+    def sequences(self) -> set[int]:
+        """The setting that `another` changes, as the replicas serve it."""
+        return {row["engine_args"]["max-num-seqs"] for rows in self.serving().values() for row in rows}
 
     def claimed(self, name: str, playbook: Playbook) -> str:
         """The rollout that this controller has on a node; empty when it has none."""

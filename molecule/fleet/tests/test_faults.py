@@ -119,9 +119,7 @@ def test_a_node_that_goes_away_in_the_middle_ends_the_rollout_there_and_is_gone_
         assert now["fleet-1"] != before["fleet-1"] and now["fleet-2"] != before["fleet-2"]
         fleet.rollout(changes=wish)
     assert load.failed() == []
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == set(
-        wish.values()
-    )
+    assert fleet.sequences() == set(wish.values())
     fleet.wait_for_front()
 
 
@@ -136,9 +134,7 @@ def test_a_node_that_reboots_in_its_turn_comes_back_and_is_gone_on_from(fleet: F
         playbook.finish(PLAY_TIMEOUT_S)
         fleet.rollout(changes=wish)
     assert load.failed() == []
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == {
-        wish["max_num_seqs"]
-    }
+    assert fleet.sequences() == {wish["max_num_seqs"]}
     fleet.releases()
     fleet.wait_for_front()
 

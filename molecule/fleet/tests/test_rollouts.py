@@ -86,9 +86,7 @@ def test_a_killed_controller_is_gone_on_from_and_another_rollout_waits_its_turn(
     fleet.changes |= wish
     after = fleet.releases()
     assert not {one for each in before.values() for one in each} & {one for each in after.values() for one in each}
-    assert {row["engine_args"]["max-num-seqs"] for rows in fleet.serving().values() for row in rows} == set(
-        wish.values()
-    )
+    assert fleet.sequences() == set(wish.values())
     # The replica that was being switched when its controller was killed was switched once.
     assert sorted(row["replica"] for row in fleet.history(2)["fleet-2"]) == [0, 1]
     fleet.wait_for_front()
