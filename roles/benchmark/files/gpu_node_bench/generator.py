@@ -176,6 +176,8 @@ class Running:
                     f"the generator said nothing for {limit_s:g} s; its last line: {self._last()}"
                 ) from None
             if line is None:
+                # For whoever asks again: nothing comes any more.
+                self._lines.put(None)
                 raise NoFigureError(f"the generator ended by itself: {self._last()}")
             if line.startswith(wanted):
                 return line.removeprefix(wanted).strip()
