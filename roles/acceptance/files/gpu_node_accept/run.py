@@ -107,12 +107,19 @@ class Acceptance:
         book.run(title["gpu_presence"], target, lambda: cards.presence(found, self.gpus))
         mine = [card for card in found if card.uuid in self.uuids]
         book.run(title["gpu_ecc"], target, lambda: cards.each([[card] for card in mine], lambda one: cards.ecc(one[0])))
-        book.run(title["gpu_xid"], target, lambda: cards.xids(node.kernel_messages(), self.gpus))
+        book.run(title["gpu_xid"], target, self._xids)
         taken = node.compute_processes(self.uuids)
         samples, why = self._under_load(mine, taken)
         self._look_at_load(title, samples, why)
         self._between(title, taken, mine)
         self._dcgm(title["gpu_dcgm"], taken)
+
+    def _xids(self) -> Outcome:
+        try:
+            messages = node.kernel_messages()
+        except CheckError as error:
+            return not_run(str(error), "journalctl -k as root on the node")
+        return cards.xids(messages, self.gpus)
 
     def _under_load(self, mine: Sequence[Card], taken: Sequence[str]) -> tuple[dict[str, list[Card]], str]:
         """Samples of each card while it works: by the engines that have it, or by the load program when nobody has.
