@@ -119,6 +119,7 @@ def test_a_killed_engine_breaks_only_what_ran_on_it(site: Site) -> None:
     assert_only_broke_on(site, 0, load, fault, mark)
 
 
+@pytest.mark.full
 def test_a_killed_conmon_leaves_no_orphan(site: Site) -> None:
     server, monitor, mark = site.server(1), site.monitor(1), site.mark()
     with site.load() as load:
@@ -160,6 +161,7 @@ def test_a_frozen_engine_goes_out_and_comes_back(site: Site) -> None:
     assert site.core(0) == core
 
 
+@pytest.mark.full
 def test_an_engine_frozen_while_idle_goes_out_too(site: Site) -> None:
     core = site.core(1)
     site.signal("STOP", core)
@@ -255,6 +257,7 @@ def test_an_engine_that_dies_in_the_start_gate_fails_the_start_at_once(stopped: 
     assert "unit" in site.out(1)
 
 
+@pytest.mark.full
 def test_a_deleted_config_file_stops_a_start_and_not_what_runs(stopped: Site) -> None:
     site, since, server = stopped, stopped.now(), stopped.server(0)
     for index in (0, 1):
@@ -340,6 +343,7 @@ def test_a_reboot_lets_streams_end_and_keeps_an_operators_drain(site: Site) -> N
     wait_until("its sessions come back", lambda: site.served_by(site.session(1)) == site.upstream(1), 20)
 
 
+@pytest.mark.full
 def test_a_broken_nginx_configuration_goes_on_serving_and_refuses_changes(site: Site) -> None:
     with site.load() as load:
         site.node.ssh("echo nonsense_by_hand on\\; >> /etc/nginx/nginx.conf")
@@ -380,6 +384,7 @@ def write_broken_release(site: Site, index: int) -> str:
     return str(release["id"])
 
 
+@pytest.mark.full
 def test_a_release_that_cannot_start_is_rolled_back(site: Site) -> None:
     before, mark = site.release(0)["id"], site.mark()
     broken = write_broken_release(site, 0)

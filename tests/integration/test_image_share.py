@@ -91,6 +91,7 @@ def test_a_canary_gives_it_to_the_next_batch(fleet: Images) -> None:
     assert images(fleet.second, NAME) == {}
 
 
+@pytest.mark.full
 def test_built_twice_it_is_the_same_image(fleet: Images) -> None:
     before = images(fleet.first, IMAGE)
     fleet.forget(fleet.first)
@@ -113,6 +114,7 @@ def test_nobody_waits_for_a_node_that_failed(fleet: Images) -> None:
     assert images(fleet.second, IMAGE) == {}
 
 
+@pytest.mark.full
 def test_a_registry_keeps_it_for_the_fleet(fleet: Images) -> None:
     fleet.forget(fleet.first, fleet.second)
     place = f"{fleet.fleet.address('n1')}:5000"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from nodes import Node, Play, parse_recap
 from testhost import ROOT
 
@@ -22,6 +23,7 @@ def test_the_second_run_changes_nothing_and_shows_no_secret(served: Node) -> Non
     assert served.client_key not in play.output
 
 
+@pytest.mark.full  # the next one is a dry run too
 def test_check_mode_is_clean_on_a_serving_node(served: Node) -> None:
     play = served.converge("--check", "--diff")
     assert play.changed == 0, play.tail(80)
