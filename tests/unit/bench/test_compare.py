@@ -60,6 +60,14 @@ def test_what_has_no_number_cannot_be_compared_and_is_no_success() -> None:
     assert compare.exit_code([]) == 3
 
 
+def test_an_unsteady_figure_is_neither_better_nor_worse() -> None:
+    old, new = two_card_report(), two_card_report(0.5)
+    new["figures"][0]["unsteady"] = "3 runs differ by 40% of their mean, more than 15%"
+    for one, other, why in ((old, new, "new unsteady"), (new, old, "old unsteady")):
+        row = verdict(one, other, "replica 0/decode/code")
+        assert (row.verdict, row.change, row.why) == ("unknown", None, why)
+
+
 def test_other_methods_give_figures_of_other_things() -> None:
     old, new = two_card_report(), two_card_report()
     new["method"]["tokens_long"] = 448

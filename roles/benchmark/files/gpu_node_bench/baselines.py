@@ -50,8 +50,6 @@ def keep(report: dict[str, Any], folder: Path, replace: bool) -> str:
     summary = report["summary"]
     if summary["invalid"] or not summary["figures"]:
         return f"not kept as a baseline: {summary['invalid']} of {summary['figures']} figures are invalid"
-    if summary["unsteady"]:
-        return f"not kept as a baseline: {summary['unsteady']} figures are unsteady"
     if target.exists() and not replace:
         return f"the baseline of these releases stays: {target}"
     write({name: value for name, value in report.items() if name != "comparison"}, target)

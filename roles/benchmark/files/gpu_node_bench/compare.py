@@ -80,14 +80,16 @@ def _row(one: dict[str, Any], other: dict[str, Any] | None, tolerance: float, me
             return unknown(f"{which}: invalid: {figure['invalid']}")
     if method and one["kind"] != "memory":
         return unknown(method)
+    unsteady = [f"{which} unsteady" for which, figure in (("old", one), ("new", other)) if figure["unsteady"]]
+    if unsteady:
+        return unknown(", ".join(unsteady))
     old, new = float(one["value"]), float(other["value"])
     if old == 0:
         return unknown("the old figure is 0")
     change = new / old - 1
     gain = change if KINDS[one["kind"]][1] else -change
     verdict = "same" if abs(gain) <= tolerance else "better" if gain > 0 else "worse"
-    unsteady = [f"{which} unsteady" for which, figure in (("old", one), ("new", other)) if figure["unsteady"]]
-    return Row(one["id"], one["unit"], old, new, change, tolerance, verdict, ", ".join(unsteady))
+    return Row(one["id"], one["unit"], old, new, change, tolerance, verdict)
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], tolerances: dict[str, float] | None = None) -> list[Row]:
