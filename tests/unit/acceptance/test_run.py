@@ -175,6 +175,84 @@ def test_cards_that_the_driver_does_not_show_fail(port: int, tmp_path: Path, mon
     assert {verdict for name, verdict in found.items() if name.startswith("gpu_")} == {"fail"}
 
 
+XML = (Path(__file__).parent / "fixtures" / "smi_q_2x_h200.xml").read_text()
+CARD = {"pci_address": "0000:00:06.0", "uuid": "GPU-00000000-0000-0000-0000-000000000000"}
+
+
+def cuda(port: int, **more: Any) -> dict[str, Any]:
+    asked = request(port, "standard", device="cuda")
+    asked["replicas"][0]["gpus"] = [CARD]
+    return {**asked, **more}
+
+
+def smi(processes: str) -> Any:
+    """A driver with two cards, and who has memory on them."""
+    ran = commands()
+
+    def with_cards(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        if argv[0] == "nvidia-smi":
+            return (0, XML) if "-x" in argv else (0, processes)
+        return ran(argv, timeout_s)  # type: ignore[no-any-return]
+
+    return with_cards
+
+
+def test_a_card_that_was_swapped_since_it_was_served(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "run", smi(""))
+    monkeypatch.setattr(run, "RELEASES", tmp_path)
+    release = tmp_path / "0/current/release.json"
+    release.parent.mkdir(parents=True)
+    for uuid, verdict in ((CARD["uuid"], "pass"), ("GPU-11111111-0000-0000-0000-000000000000", "fail")):
+        release.write_text(json.dumps({"gpus": [{**CARD, "uuid": uuid}]}))
+        _, found = verdicts(cuda(port), tmp_path)
+        assert found["gpu_presence"] == verdict
+
+
+def test_busy_cards_are_read_under_their_own_load(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n"))
+    monkeypatch.setattr(run.Acceptance, "_generate", lambda self, seconds: None)
+    report, found = verdicts(cuda(port), tmp_path)
+    assert found["gpu_link"] == found["gpu_throttle"] == found["gpu_temperature"] == found["gpu_power"] == "pass"
+    assert found["gpu_pairs"] == found["gpu_all_reduce"] == "not run"
+    assert "4711 (python3)" in str(report["checks"]) and "gpu-node leave" in str(report["checks"])
+    assert report["result"] == "incomplete"
+
+
+def test_without_load_idle_cards_are_no_answer(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "run", smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n"))
+
+    def breaks(self: run.Acceptance, seconds: float) -> None:
+        raise CheckError("replica 0 does not generate")
+
+    monkeypatch.setattr(run.Acceptance, "_generate", breaks)
+    _, found = verdicts(cuda(port), tmp_path)
+    assert found["gpu_link"] == found["gpu_throttle"] == found["gpu_temperature"] == found["gpu_power"] == "not run"
+
+
+def test_free_cards_are_loaded_in_the_serving_image(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Sequence[str]] = []
+
+    def load(
+        image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str], s: float
+    ) -> list[dict[str, Any]]:
+        loads.append([image, *uuids, arguments[0]])
+        return [{"cards": list(uuids)}]
+
+    monkeypatch.setattr(node, "run", smi(""))
+    monkeypatch.setattr(node, "gpu_load", load)
+    monkeypatch.setattr(run, "RELEASES", tmp_path)
+    release = tmp_path / "0/current/release.json"
+    release.parent.mkdir(parents=True)
+    release.write_text(json.dumps({"image": {"ref": "localhost/i:1"}}))
+    _, found = verdicts(cuda(port), tmp_path)
+    assert found["gpu_link"] == "pass"
+    # One card: nothing between cards.
+    assert loads == [["localhost/i:1", CARD["uuid"], "load"]]
+    assert found["gpu_pairs"] == found["gpu_all_reduce"] == "not run"
+
+
 def test_a_held_node_says_what_is_open(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "run", commands())
     node.HELD.write_text("{}")

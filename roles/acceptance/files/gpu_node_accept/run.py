@@ -104,7 +104,9 @@ class Acceptance:
             for one in title.values():
                 book.add(one, target, failed(str(error), "an answer of the driver", error.remedy))
             return
-        book.run(title["gpu_presence"], target, lambda: cards.presence(found, self.gpus))
+        # A plan that was made just now has a swapped card's new UUID; the release has the one that was served.
+        served = [gpu for replica in self.replicas for gpu in self._release(replica).get("gpus") or replica["gpus"]]
+        book.run(title["gpu_presence"], target, lambda: cards.presence(found, served))
         mine = [card for card in found if card.uuid in self.uuids]
         book.run(title["gpu_ecc"], target, lambda: cards.each([[card] for card in mine], lambda one: cards.ecc(one[0])))
         book.run(title["gpu_xid"], target, self._xids)
