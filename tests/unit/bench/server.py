@@ -42,6 +42,7 @@ class Counts:
     prompt: int = 0
     generated: int = 0
     cached: int = 0
+    preempted: int = 0
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
     started: float = 1000.0
@@ -125,6 +126,7 @@ class Server:
                 f"vllm:prompt_tokens_total{{{label}}} {counts.prompt}.0",
                 f"vllm:generation_tokens_total{{{label}}} {counts.generated}.0",
                 f"vllm:prefix_cache_hits_total{{{label}}} {counts.cached}.0",
+                f"vllm:num_preemptions_total{{{label}}} {counts.preempted}.0",
                 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",kv_cache_size_tokens="1600"} 1.0',
             ]
             if self.behaviour.draft:

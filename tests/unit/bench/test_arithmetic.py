@@ -155,6 +155,13 @@ def test_a_restarted_engine_gives_no_difference() -> None:
             engine_counters.moved(before, engine_counters.counters([after]))
 
 
+def test_hits_beside_the_gpu_are_hits_too() -> None:
+    hits = "vllm:prefix_cache_hits_total 5.0\n"
+    assert engine_counters.counters([page()]).cached_tokens is None
+    assert engine_counters.counters([page() + hits]).cached_tokens == 5
+    assert engine_counters.counters([page() + hits + "vllm:prompt_tokens_cached_total 9.0\n"]).cached_tokens == 9
+
+
 def test_a_page_that_is_no_engines_is_refused() -> None:
     with pytest.raises(NoFigureError, match="vllm:num_requests_running"):
         engine_counters.counters([page(), "nginx_connections 3\n"])

@@ -171,6 +171,17 @@ def test_an_engine_that_is_restarted_meanwhile_gives_no_number(server: Server, k
     assert "restarted" in figure(report, "decode/code")["invalid"]
 
 
+def test_a_stream_that_was_preempted_has_no_speed(server: Server, key_file: Path) -> None:
+    """Its prompt is counted twice, which is nobody else's traffic."""
+
+    def preempt() -> None:
+        server.counts.preempted, server.counts.prompt = 1, server.counts.prompt + 80
+
+    threading.Timer(0.15, preempt).start()
+    report = measure(server, key_file, ["decode"])
+    assert "1 preemptions" in figure(report, "decode/code")["invalid"]
+
+
 def test_an_endpoint_without_counters_is_measured_and_that_is_noted(server: Server, key_file: Path) -> None:
     server.behaviour.has_metrics = False
     report = measure(server, key_file, ["decode", "first"], prompt_lengths=[1000], reference_window=4096)

@@ -81,7 +81,8 @@ def counters(texts: list[str]) -> Counters:
         requests=get("request_success_total"),
         prompt_tokens=get("prompt_tokens_total"),
         generation_tokens=get("generation_tokens_total"),
-        cached_tokens=sums.plain.get("vllm:prefix_cache_hits_total"),
+        # The first one has the hits in memory beside the GPU too.
+        cached_tokens=sums.plain.get("vllm:prompt_tokens_cached_total", sums.plain.get("vllm:prefix_cache_hits_total")),
         preemptions=get("num_preemptions_total"),
         drafts=sums.plain.get("vllm:spec_decode_num_drafts_total"),
         draft_tokens=get("spec_decode_num_draft_tokens_total"),

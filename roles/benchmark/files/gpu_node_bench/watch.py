@@ -149,7 +149,8 @@ class Watch:
         more = {
             "requests": found.requests - own.requests,
             "generated tokens": found.generation_tokens - own.tokens,
-            "prompt tokens": found.prompt_tokens - own.prompt_tokens,
+            # A request that was preempted has its prompt counted again.
+            "prompt tokens": 0 if found.preemptions else found.prompt_tokens - own.prompt_tokens,
         }
         if any(count > 0 for count in more.values()) or now.running + now.waiting > 0:
             words = ", ".join(f"{count:g} {name}" for name, count in more.items() if count > 0)
