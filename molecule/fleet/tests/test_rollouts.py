@@ -102,7 +102,7 @@ def test_the_fleet_is_shown_and_taken_back(fleet: Fleet) -> None:
     assert play.rc == 0, play.tail(60)
     assert all(f"fleet-{number}" in play.output for number in (1, 2, 3))
     rows = json.loads(file.read_text())
-    assert sorted((row["node"], row["replica"], row["release"]) for row in rows) == [
+    assert sorted((row["node"], row["index"], row["release"]) for row in rows) == [
         (name, index, release) for name, releases in now.items() for index, release in enumerate(releases)
     ]
     previous = {name: [row["previous"] for row in rows] for name, rows in fleet.status().items()}
