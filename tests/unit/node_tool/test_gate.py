@@ -126,6 +126,17 @@ def test_speed_is_noted(world: World) -> None:
     assert "replica 0: release " + world.releases[0, "A"] + " generates 100.0 tokens/s" in world.said
 
 
+def test_the_way_back_may_be_slower(world: World) -> None:
+    do(world)
+
+    def slow_down(_: int) -> None:
+        world.engines[0].tokens_per_s = 1.0
+
+    world.on_start = slow_down
+    journal = do(world, "A")
+    assert journal.outcome == "new" and journal.before is None and journal.after == pytest.approx(1.0)
+
+
 def test_speed_before_that_cannot_be_measured_is_not_compared(world: World) -> None:
     world.engines[0].frozen = True
 

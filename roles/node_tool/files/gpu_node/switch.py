@@ -170,8 +170,10 @@ def _drain(node: Node, index: int, journal: Journal) -> Journal:
 
 
 def _measure(node: Node, index: int, journal: Journal) -> Journal:
-    # What was measured before a kill stands: by now the replica may be another one.
-    if journal.before is None and journal.source is not None:
+    # What was measured before a kill stands: by now the replica may be another one. The way back is not compared: it
+    # served at its own speed, which may well be below that of what is worse in other ways.
+    way_back = journal.target == node.linked(index, "previous")
+    if journal.before is None and journal.source is not None and not way_back:
         journal = replace(journal, before=node.measure(index))
     return replace(journal, step="stop")
 

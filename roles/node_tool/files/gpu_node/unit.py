@@ -188,6 +188,8 @@ class UnitSteps:
 
     def _failed(self, why: str, since: float) -> GateError:
         """The error, after the engine's last lines."""
+        # An engine that ends at once is ahead of the journal.
+        self._host.run(["journalctl", "--sync"], timeout_s=10)
         lines = self._engine_lines(since, LAST_LINES)
         for line in lines:
             self._say(f"engine: {line}")
