@@ -33,9 +33,11 @@ def quality(served: Node, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def ask(*checks: str, **more: Any) -> tuple[int, dict[str, tuple[str, str]]]:
         short = {"quality_limit": 6, "quality_max_tokens": 64, "quality_agreement_tokens": 32, "quality_at_once": 4}
         extra = {"quality_checks": list(checks), "quality_report_dir": str(folder), **short, **more}
+        file = Path(folder / "quality.json")
+        file.unlink(missing_ok=True)
         play = served.playbook(playbook=QUALITY, extra=extra)
-        assert "quality_report" in play.output or play.rc == 0, play.tail(60)
-        report = json.loads(Path(folder / "quality.json").read_text())
+        assert file.exists(), play.tail(60)
+        report = json.loads(file.read_text())
         return play.rc, {check["id"]: (check["verdict"], check["seen"] or check["why"]) for check in report["checks"]}
 
     return ask

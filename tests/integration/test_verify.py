@@ -36,8 +36,10 @@ def test_standard_on_a_node_that_serves(asks: Any, tmp_path: Path) -> None:
     assert report["result"] == "pass", report["checks"]
     found = verdicts(report)
     for index in (0, 1):
-        for name in ("kv_tokens", "determinism", "prefix_cache"):
+        for name in ("kv_tokens", "determinism"):
             assert found[f"replica {index}", name] == "pass"
+        # vLLM switches it off for this kind of attention on CPUs, and says so.
+        assert found[f"replica {index}", "prefix_cache"] == "not run"
     # What means nothing on a node without cards did not run, and says why.
     assert found["cards", "gpu_all_reduce"] == "not run"
     assert "profile cpu has no GPUs" in play.output

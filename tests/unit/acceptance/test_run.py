@@ -175,6 +175,17 @@ def test_cards_that_the_driver_does_not_show_fail(port: int, tmp_path: Path, mon
     assert {verdict for name, verdict in found.items() if name.startswith("gpu_")} == {"fail"}
 
 
+def test_a_prefix_cache_that_the_engine_switched_off(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "run", commands())
+    monkeypatch.setitem(globals(), "METRICS", METRICS.replace("{kv", '{enable_prefix_caching="False",kv'))
+    assert verdicts(request(port, "standard"), tmp_path)[1]["prefix_cache"] == "not run"
+    asked = request(port, "standard")
+    asked["replicas"][0]["engine_args"]["enable-prefix-caching"] = True
+    assert verdicts(asked, tmp_path)[1]["prefix_cache"] == "fail"
+
+
 XML = (Path(__file__).parent / "fixtures" / "smi_q_2x_h200.xml").read_text()
 CARD = {"pci_address": "0000:00:06.0", "uuid": "GPU-00000000-0000-0000-0000-000000000000"}
 

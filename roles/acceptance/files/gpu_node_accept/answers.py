@@ -161,8 +161,14 @@ def token_prompt(length: int, seed: int) -> list[int]:
     return [*mark, *(110 + (place * 7 + seed) % 90 for place in range(length - len(mark)))][:length]
 
 
-def ask_prefix_cache(server: Server, length: int, seed: int) -> Outcome:
-    """The same prompt twice."""
+def ask_prefix_cache(server: Server, arguments: dict[str, Any], length: int, seed: int) -> Outcome:
+    """The same prompt twice, unless the engine has no such cache (vLLM switches it off for MLA on CPUs)."""
+    before = server.metrics()
+    if before.label("vllm:cache_config_info", "enable_prefix_caching") == "False":
+        if not arguments.get("enable-prefix-caching"):
+            return not_here("the engine has it switched off, and the plan does not ask for it")
+        remedy = "read the engine's log from the start for the reason"
+        return failed("the engine has it switched off", "a prefix cache (enable-prefix-caching)", remedy)
     body = {"prompt": token_prompt(length, seed), "max_tokens": 1, "ignore_eos": True}
     cold = server.stream(body, TIMEOUT_S)
     if cold.prompt_tokens != length:

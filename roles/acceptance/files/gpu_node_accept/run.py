@@ -311,7 +311,9 @@ class Acceptance:
         )
         length = max(256, min(32768, self._window(replica) * 3 // 4))
         seed = self.seed + 1000 * int(replica["index"])
-        check("prefix_cache", "Answers", "prefix cache", lambda: answers.ask_prefix_cache(server, length, seed))
+        check(
+            "prefix_cache", "Answers", "prefix cache", lambda: answers.ask_prefix_cache(server, arguments, length, seed)
+        )
         if self.level == "full":
             self._limits(replica, server, check)
 
