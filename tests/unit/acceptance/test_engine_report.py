@@ -8,8 +8,7 @@ import pytest
 from gpu_node_accept import engine_report
 from gpu_node_accept.checks import Outcome
 from gpu_node_accept.server import Metrics, parse_metrics
-
-from tests.host.testhost import STATE
+from testhost import STATE
 
 SIZES = [1, 8, 16, 32, 64, 128, 256, 512, 1024]
 EXPECTED = {"kv_tokens": 4538321, "graph_sizes": SIZES, "kv_offload_bytes": 150001732812, "vram_after_boot_mib": 91629}
