@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 from ansible.errors import AnsibleFilterError
-from ansible_collections.serving.gpu_node.plugins.module_utils.acceptance import compare_kv_tokens
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
 from ansible_collections.serving.gpu_node.plugins.module_utils.plan import PlanError, build_plan, node_config
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import (
@@ -92,7 +91,6 @@ class FilterModule:
         return {
             "intent_plan": intent_plan,
             "resolved_plan": resolved_plan,
-            "compare_kv_tokens": compare_kv_tokens,
             "describe_plan": describe_plan,
             "node_config": node_config,
             "release_manifests": release_manifests,

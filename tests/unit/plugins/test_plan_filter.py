@@ -20,7 +20,6 @@ from tests.unit.plugins.samples import IMAGE, MODEL, ROOT, cpu_profile, intent, 
 
 def test_the_names_that_roles_use() -> None:
     assert set(FilterModule().filters()) == {
-        "compare_kv_tokens",
         "intent_plan",
         "resolved_plan",
         "describe_plan",
