@@ -54,7 +54,7 @@ lint: venv ## ruff, mypy, yamllint and ansible-lint
 	$(call step,ansible-lint,ansible-lint --profile production --offline)
 
 unit: venv
-	$(call step,Unit tests,pytest tests/unit -n auto --dist loadfile)
+	$(call step,Unit tests,pytest tests/unit -m 'not full' -n auto --dist loadfile --durations=12)
 
 molecule: venv
 	$(call step,Molecule scenario default: the whole job on a fresh node,molecule test -s default </dev/null)
@@ -71,6 +71,7 @@ test: ## lint, unit tests, the Molecule scenarios and the integration tests
 	@$(MAKE) integration
 
 test-full: test ## `make test`, then the slow tests
+	$(call step,Slow unit tests,pytest tests/unit -m full -n auto)
 	$(call step,Slow tests of scenario prepare,PREPARE_TESTS=full molecule test -s prepare </dev/null)
 	$(call step,Slow tests of scenario fleet,FLEET_TESTS=full molecule test -s fleet </dev/null)
 	$(call step,Slow integration tests,pytest tests/integration -m full --durations=12)

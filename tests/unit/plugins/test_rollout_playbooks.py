@@ -23,6 +23,7 @@ def switched(found: Stage) -> list[str]:
     return [line.split()[0] for line in found.calls() if "gpu-node-rollout: rollout" in line]
 
 
+@pytest.mark.full
 def test_a_node_alone_goes_from_plan_to_served(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={})
     found.build()
@@ -58,6 +59,7 @@ def test_everything_is_on_all_nodes_before_anything_is_switched_on_one(tmp_path:
     assert calls.index("n2 replica/retire") > calls.index(f"n3 {turn[-1]}")
 
 
+@pytest.mark.full
 def test_nothing_differs(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={"differs": []}, n2={"differs": []})
     counts, output = found.run("rollout")
@@ -82,6 +84,7 @@ def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Pat
         assert part in output
 
 
+@pytest.mark.full
 def test_a_node_whose_own_parts_cannot_be_changed_stops_it_too(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={"breaks": "balancer/main"}, n2={})
     _, output = found.run("rollout")
@@ -111,6 +114,7 @@ def test_a_node_that_cannot_take_part_ends_it_before_anything_is_switched(
     assert not any("balancer" in line for line in found.calls())
 
 
+@pytest.mark.full
 def test_batches_are_the_operators_to_choose(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={}, n2={"jobs": {"rollout": "it broke"}}, n3={}, n4={})
     # in the inventory, as most of what they set
@@ -163,6 +167,7 @@ def test_a_drained_step_that_fails_brings_the_replicas_back_and_stops(tmp_path: 
     assert not any("leave" in line for line in found.calls("n2"))
 
 
+@pytest.mark.full
 def test_a_node_that_does_not_leave_stops_it(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={"jobs": {"leave": "still 3 requests after 120 s"}})
     _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls"))
@@ -170,6 +175,7 @@ def test_a_node_that_does_not_leave_stops_it(tmp_path: Path) -> None:
     assert "own tasks" not in found.calls("n1")
 
 
+@pytest.mark.full
 def test_a_dry_run_does_no_step(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={})
     counts, output = found.run("rollout", "--check", "-e", own_tasks(tmp_path, tmp_path / "calls"))
@@ -177,6 +183,7 @@ def test_a_dry_run_does_no_step(tmp_path: Path) -> None:
     assert "own tasks" not in found.calls("n1")
 
 
+@pytest.mark.full
 def test_what_cannot_be_done_is_refused_first_and_all_of_it_at_once(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={})
     given = ["rollout_bake=-1", "rollout_error_budget=2", "rollout_lease=5", "rollout_drained_tasks=/nowhere.yml"]
@@ -205,6 +212,7 @@ def test_the_way_back_changes_releases_alone(tmp_path: Path) -> None:
     assert switched(found) == ["n1", "n3"]
 
 
+@pytest.mark.full
 def test_a_way_back_that_fails_stops(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={"jobs": {"rollout": "it broke"}}, n2={})
     _, output = found.run("rollback", "-e", "{rollout_back_batches: [1]}")
