@@ -194,6 +194,22 @@ def test_after_a_reboot_everything_is_hashed_again(hub: Hub, node: Node, tiny: R
     assert hub.file_bytes == sum(tiny.entries[f"model-{number}.safetensors"].size for number in (1, 2))
 
 
+def test_what_was_verified_and_not_noted_yet_is_not_asked_for_again(hub: Hub, node: Node, tiny: Repository) -> None:
+    """A kill between the two: small files of a hub have no SHA-256 there, and are told by git's hash."""
+    hub.fault("status", "*/model-1.safetensors", -1, amount=503, seconds=60)
+    request = node.request(tiny)
+    running = node.start(request)
+    running.wait_for(lambda: len(node.verified()) == len(tiny.entries) - 1, "all others")
+    running.kill()
+    (journal,) = (node.base / ".incoming").glob("*/verified.jsonl")
+    journal.unlink()
+    hub.clear_faults()
+    hub.reset_stats()
+    assert_done(node.fetch(request))
+    node.assert_complete(tiny)
+    assert list(hub.stats()["files"]) == ["owner/tiny/model-1.safetensors"]
+
+
 def test_workers_that_end_again_and_again(hub: Hub, node: Node, tiny: Repository) -> None:
     hub.fault("silent", "*", -1, methods=("HEAD", "GET"))
     running = node.start(node.request(tiny, tries=2))
