@@ -155,12 +155,13 @@ def test_a_killed_job_goes_on_from_where_it_was(fleet: Fleet, repository: Reposi
 def test_without_its_controller_the_job_goes_on_and_the_next_run_follows_it(
     fleet: Fleet, repository: Repository
 ) -> None:
-    # The second play has to come to a fetch that is still under way.
+    # The second play has to come to a fetch that is still under way, and one so slow is no stall here.
     fleet.hub.bucket.rate = SLOW // 10
-    running = fleet.start(fleet.source(repository))
+    patient: Any = {"model_weights_stall_seconds": 300}
+    running = fleet.start(fleet.source(repository), **patient)
     fleet.wait_on("n1", f"systemctl is-active -q {UNIT}", ON_ITS_WAY)
     kill(running)
-    again = fleet.start(fleet.source(repository))
+    again = fleet.start(fleet.source(repository), **patient)
     again.wait_for("is running already; following it", ON_ITS_WAY)
     fleet.hub.bucket.rate = 0
     play = again.finish(600)
