@@ -8,6 +8,7 @@ import re
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from nodes import Node, Playbook
