@@ -20,6 +20,13 @@ def identity(fleet: Fleet) -> str:
     return str(only)
 
 
+def test_a_token_passes_the_balancer_in_front_when_it_is_there(fleet: Fleet) -> None:
+    with fleet.load(direct=False) as load:
+        wait_for("ten answers", lambda: load.answered() >= 10, 60)
+    # The first of 40 in a second: one that HAProxy holds back takes 200 ms.
+    assert min(one.first_s for one in load.outcomes if one.kind == "stream") < 0.15
+
+
 def test_a_setting_is_changed_on_three_nodes_and_nobody_notices(fleet: Fleet) -> None:
     before, old = fleet.releases(), fleet.changes["max_num_seqs"]
     wish = fleet.another()
