@@ -86,6 +86,8 @@ backend {name}
     default-server check inter {every}ms fall 2 rise 2
     # Only what reached no node is sent to another one: a request that may have been processed is never repeated.
     option redispatch
+    # A token goes on when it comes; otherwise the first ones of an answer wait for more, a fifth of a second.
+    option http-no-delay
     retries 3
     retry-on conn-failure
     timeout connect 5s

@@ -30,6 +30,7 @@ def test_haproxy_sees_that_a_node_leaves_before_it_has_left() -> None:
     assert "check inter 500ms fall 2" in text
     assert "option httpchk GET /health" in text
     assert "option redispatch" in text
+    assert "option http-no-delay" in text
     assert "server n1 10.0.0.1:8080" in text
 
 
