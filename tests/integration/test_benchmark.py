@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ SHORT = {
 
 
 def benchmark(node: Node, folder: Path, *args: str, options: dict[str, Any], **more: Any) -> Play:
-    extra = {"benchmark_report_dir": str(folder), "benchmark_options": options, **more}
+    # vLLM on CPU keeps no prefixes of this model and drafts nothing in its random text: such figures have no number.
+    extra = {"benchmark_report_dir": str(folder), "benchmark_options": options, "benchmark_allow_invalid": True, **more}
     return node.playbook(*args, playbook="playbooks/benchmark.yml", extra=extra, timeout=900)
 
 
@@ -35,6 +35,7 @@ def test_a_single_stream_of_each_replica(served: Node, tmp_path: Path) -> None:
     assert play.rc == 0, play.tail()
     found = figures(tmp_path)
     for replica in ("replica 0", "replica 1"):
+        assert "drafted nothing" in found[f"{replica}/acceptance"]["invalid"]
         assert found[f"{replica}/decode/code"]["value"] > 5
         assert found[f"{replica}/first/short"]["value"] < 30
         # 107,016 of 262,144 in a window of 2,048: by the engine's own count
@@ -77,12 +78,9 @@ def test_the_whole_of_it_as_the_profile_has_it(served: Node, tmp_path: Path) -> 
     for target in ("replica 0", "replica 1", "node"):
         for streams in (1, 4):
             assert found[f"{target}/load/code/{streams}"]["value"] > 1, found[f"{target}/load/code/{streams}"]
-    (baseline,) = served.ssh("ls /var/lib/gpu-node/baselines").split()
-    assert re.fullmatch(r"[0-9a-f]{12}-[0-9a-f]{12}\.json", baseline)
-    again = benchmark(served, tmp_path, options=options, benchmark_parts=["decode"])
-    assert again.rc == 0, again.tail()
-    comparison = json.loads((tmp_path / "benchmark.json").read_text())["comparison"]
-    assert comparison["same_release"]
+    # A run with figures without a number is no baseline.
+    assert "not kept as a baseline" in play.output
+    assert served.ssh("ls /var/lib/gpu-node/baselines 2>/dev/null || true") == ""
 
 
 @pytest.mark.full
