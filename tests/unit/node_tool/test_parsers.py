@@ -79,6 +79,17 @@ def test_journal() -> None:
     assert journal.engine_lines(journal.parse_journal(text), 0, 5) == ["hi\ufffd", "weights"]
 
 
+def test_the_last_words_are_of_the_last_start() -> None:
+    said = [
+        "old engine",
+        "replica 0: starting release 0123456789ab (m, image 0)",
+        "new engine",
+    ]
+    entries = [journal.Entry(7, text) for text in said]
+    assert journal.engine_lines(entries, 0, 5) == ["new engine"]
+    assert journal.engine_lines(entries[:1], 0, 5) == ["old engine"]
+
+
 @given(st.text() | VALUES.map(json.dumps) | VALUES.map(lambda value: json.dumps({"MESSAGE": value, "_PID": value})))
 def test_any_journal(text: str) -> None:
     journal.engine_lines(journal.parse_journal(text), 0, 3)

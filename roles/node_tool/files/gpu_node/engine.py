@@ -249,14 +249,19 @@ class Engine:
         texts: list[str] = []
         arrivals: list[float] = []
         count: int | None = None
-        for event in self._events(body, started, timeout_s):
-            delta = _delta(event)
-            # The first event only names the role, and the last one only brings the usage.
-            if delta is not None and (delta != "" or not _opens(event)):
-                arrivals.append(time.monotonic() - started)
-                texts.append(delta)
-            if event.get("usage"):
-                count = _usage(event, "completion_tokens")
+        try:
+            for event in self._events(body, started, timeout_s):
+                delta = _delta(event)
+                # The first event only names the role, and the last one only brings the usage.
+                if delta is not None and (delta != "" or not _opens(event)):
+                    arrivals.append(time.monotonic() - started)
+                    texts.append(delta)
+                if event.get("usage"):
+                    count = _usage(event, "completion_tokens")
+        except EngineError as error:
+            if arrivals or time.monotonic() - started < timeout_s:
+                raise
+            raise EngineError(f"{self.name} generates nothing: no token within {timeout_s:.0f} s") from error
         if count is None:
             raise EngineError(f"{self.name} ended its stream without usage.completion_tokens")
         return Generation("".join(texts), count, tuple(arrivals))

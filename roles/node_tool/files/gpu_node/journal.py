@@ -41,12 +41,18 @@ def own_line(index: int) -> str:
     return f"replica {index}: "
 
 
+def start_line(index: int) -> str:
+    """How the line begins that this tool writes right before an engine is started."""
+    return f"{own_line(index)}starting release "
+
+
 def engine_lines(entries: list[Entry], index: int, count: int) -> list[str]:
-    """The last lines that the engine wrote, not systemd (process 1), not Podman, not this tool."""
+    """The last lines that the engine wrote since its start, not systemd (process 1), not Podman, not this tool."""
     ours = (own_line(index), "gpu-node: ")
+    starts = [place for place, entry in enumerate(entries) if entry.message.startswith(start_line(index))]
     lines = [
         entry.message.rstrip()
-        for entry in entries
+        for entry in (entries[starts[-1] :] if starts else entries)
         if entry.pid != 1 and not entry.message.startswith(ours) and not _CONTAINER_ID.fullmatch(entry.message.strip())
     ]
     return [line for line in lines if line][-count:]

@@ -21,6 +21,7 @@ T = TypeVar("T")
 POLL_EVERY_S = 0.25
 REPORT_EVERY_S = 10
 LAST_LINES = 20
+BEFORE_READY_S = 60
 GATE_TOKENS = 4
 RELEASE_LABEL = "gpu-node.release"
 
@@ -89,7 +90,9 @@ class UnitSteps:
             )
         if release.gpus:
             self._check_gpus(release)
-        self._say(f"starting release {release.id} ({release.model}, image {release.image_id[:12]})")
+        self._host.say(
+            f"{journal.start_line(replica.index)}{release.id} ({release.model}, image {release.image_id[:12]})"
+        )
 
     def _ask_driver(self, query: str) -> list[list[str]]:
         """The rows that nvidia-smi answers. Raises GateError: without an answer no engine would start either."""
@@ -182,9 +185,9 @@ class UnitSteps:
         self._go_on(lambda: self._tool.membership.let_in(self._replica.index, "unit", "prober"))
 
     def _engine_lines(self, since: float, count: int) -> list[str]:
-        return journal.engine_lines(
-            journal.read_unit(self._host, self._replica.unit, since), self._replica.index, count
-        )
+        # The engine was started before this step was, and may have said its last word by then.
+        entries = journal.read_unit(self._host, self._replica.unit, since - BEFORE_READY_S)
+        return journal.engine_lines(entries, self._replica.index, count)
 
     def _failed(self, why: str, since: float) -> GateError:
         """The error, after the engine's last lines."""
