@@ -49,12 +49,18 @@ def nodes_without(names: Sequence[str], hostvars: Mapping[str, Any], fact: str) 
     return [name for name in names if fact not in hostvars[name]]
 
 
+def nodes_taken(names: Sequence[str], hostvars: Mapping[str, Any]) -> list[str]:
+    """Return the nodes of which a look said that another rollout has them."""
+    return [name for name in names if hostvars[name].get("__rollout_look", {}).get("conflict")]
+
+
 class FilterModule:
     """What Ansible loads."""
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         """Return the filters by name."""
         return {
+            "nodes_taken": nodes_taken,
             "nodes_without": nodes_without,
             "failure_text": failure_text,
             "rollout_facts": rollout_facts,

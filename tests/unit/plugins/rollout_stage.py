@@ -53,6 +53,8 @@ CLAIM = """
         back = args.get("back")
         wanted = args["targets"] or fake.get("back", {"0": "0" * 12})
         differs = fake.get("differs", ["0"])
+        if self._task.check_mode and not task_vars.get("ansible_check_mode"):
+            return {"changed": True, "conflict": fake.get("conflict", "")}
         say("claim" + (" back" if back else "") + (" whole" if args.get("whole") else "") + " " + wanted.get("0", "-"))
         if fake.get("conflict"):
             return {"failed": True, "msg": fake["conflict"]}
