@@ -11,6 +11,9 @@ from nodes import Node, Play
 from .images import CREDENTIALS, NAME, REGISTRY, images, plan, role_play, role_variables, trust, with_registry
 from .weights import Fleet
 
+# Two nodes and several builds: minutes.
+pytestmark = pytest.mark.full
+
 IMAGE = "localhost/gpu-node/vllm-cuda"
 ROOM = {
     "name": "room",
@@ -58,7 +61,6 @@ def fleet(node: Callable[[str], Node], tmp_path_factory: pytest.TempPathFactory)
     first.ssh("podman rmi -af >/dev/null; rm -rf /var/lib/gpu-node /etc/gpu-node")
 
 
-@pytest.mark.full
 def test_a_dry_run_says_who_would_make_it(fleet: Images) -> None:
     fleet.forget(fleet.first, fleet.second)
     play = fleet.run("--check", "--diff")
@@ -82,7 +84,6 @@ def test_one_node_builds_it_and_the_other_takes_it(fleet: Images) -> None:
     assert (again.rc, again.changed) == (0, 0), again.tail(60)
 
 
-@pytest.mark.full
 def test_a_canary_gives_it_to_the_next_batch(fleet: Images) -> None:
     fleet.forget(fleet.first, fleet.second)
     play = fleet.run(serial=1)
@@ -91,7 +92,6 @@ def test_a_canary_gives_it_to_the_next_batch(fleet: Images) -> None:
     assert images(fleet.second, NAME) == {}
 
 
-@pytest.mark.full
 def test_built_twice_it_is_the_same_image(fleet: Images) -> None:
     before = images(fleet.first, IMAGE)
     fleet.forget(fleet.first)
@@ -114,7 +114,6 @@ def test_nobody_waits_for_a_node_that_failed(fleet: Images) -> None:
     assert images(fleet.second, IMAGE) == {}
 
 
-@pytest.mark.full
 def test_a_registry_keeps_it_for_the_fleet(fleet: Images) -> None:
     fleet.forget(fleet.first, fleet.second)
     place = f"{fleet.fleet.address('n1')}:5000"
@@ -140,7 +139,6 @@ def test_a_registry_keeps_it_for_the_fleet(fleet: Images) -> None:
     assert (again.rc, again.changed) == (0, 0), again.tail(60)
 
 
-@pytest.mark.full
 def test_another_image_under_our_name_is_refused(fleet: Images) -> None:
     place = f"{fleet.fleet.address('n1')}:5000"
     given: dict[str, Any] = {

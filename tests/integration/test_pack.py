@@ -24,6 +24,9 @@ init_plugin_loader([str(ROOT / "collections")])
 
 from tests.unit.plugins.samples import intent  # noqa: E402
 
+# Builds of a pack: minutes.
+pytestmark = pytest.mark.full
+
 PACK = ROOT / "tests" / "doubles" / "pack"
 IMAGE = "localhost/gpu-node/vllm-cuda"
 ARTIFACTS = "/var/lib/gpu-node/artifacts"
@@ -243,7 +246,6 @@ def test_a_killed_build_leaves_no_name_and_the_next_run_makes_it(node: Node, bui
 DAEMON = {"storage-driver": "vfs", "iptables": False, "bridge": "none"}
 
 
-@pytest.mark.full
 def test_a_docker_engine_of_the_node_builds_and_is_left_alone(node: Node) -> None:
     """Without a network of its own, which a node that is itself a container cannot give it."""
     node.ssh("mkdir -p /etc/docker && cat >/etc/docker/daemon.json", stdin=json.dumps(DAEMON))
