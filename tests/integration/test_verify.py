@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_node_accept import engine_report
 from nodes import Node, Play
+from testhost import ROOT, STATE
 
 VERIFY = "playbooks/verify.yml"
 
@@ -87,3 +91,12 @@ def test_dry_run_changes_nothing(served: Node) -> None:
     for level in ("smoke", "standard"):
         play = served.playbook("--check", "--diff", playbook=VERIFY, extra={"acceptance_level": level})
         assert play.rc == 0, play.tail(40)
+
+
+def test_the_patterns_are_of_the_sources() -> None:
+    subprocess.run([sys.executable, str(ROOT / "tests/engine/fetch_vllm.py")], check=True, capture_output=True)
+    folder = STATE / "cache" / f"vllm-{engine_report.LINES['vllm']}"
+    for name, line in engine_report.LINES["lines"].items():
+        assert line["text"] in (folder / line["file"]).read_text(), name
+    for name, metric in engine_report.LINES["metrics"].items():
+        assert metric["label"] in (folder / metric["file"]).read_text(), name

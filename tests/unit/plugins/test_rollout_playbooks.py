@@ -213,3 +213,10 @@ def test_a_way_back_that_fails_stops(tmp_path: Path) -> None:
     assert "rollout r1 stopped at n1" in output
     assert "run rollback.yml again" in output
     assert switched(found) == ["n1"]
+
+
+def test_a_node_whose_command_gives_no_answer_fails_the_status(tmp_path: Path) -> None:
+    """It can be reached, and here nobody installed the command."""
+    counts, output = stage(tmp_path, n1={}).run("status")
+    assert counts["n1"]["failed"] == 1, output
+    assert "no answer" in output and "No answer: n1; the table says why" in output
