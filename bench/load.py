@@ -34,10 +34,11 @@ class LoadError(Exception):
 class Reply:
     """One chunked response, decoded: a proxy may cut the chunks anew."""
 
-    __slots__ = ("buffer", "done", "events", "head", "tail")
+    __slots__ = ("buffer", "closes", "done", "events", "head", "tail")
 
     def __init__(self) -> None:
         self.buffer = b""
+        self.closes = False
         self.head = False
         self.tail = b""
         self.events = 0
@@ -53,6 +54,7 @@ class Reply:
             if not head.startswith(b"HTTP/1.1 200 ") or b"transfer-encoding: chunked" not in head.lower():
                 raise LoadError(f"no streamed answer: {buffer[:600].decode(errors='replace')!r}")
             self.head = True
+            self.closes = b"connection: close" in head.lower()
             buffer = rest
         while True:
             size, found, rest = buffer.partition(b"\r\n")
@@ -72,27 +74,37 @@ class Reply:
         self.buffer = buffer
 
 
-class Stream:
-    """One client: a request after the other over kept connections, in turn when there are several ports."""
+def connect(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(False)
+    return sock
 
-    __slots__ = ("chosen", "reply", "request", "sent", "socks")
+
+class Stream:
+    """One client: a request after the other, in turn when there are several ports.
+
+    A connection is used again unless the answer says that it closes; then a new one is in the next request's time.
+    """
+
+    __slots__ = ("chosen", "ports", "reply", "request", "sent", "socks")
 
     def __init__(self, ports: list[int], first: int, request: bytes) -> None:
+        self.ports = ports
         self.request = request
         self.chosen = first
         self.sent = 0.0
         self.reply: Reply | None = None
-        self.socks: list[socket.socket] = []
-        for port in ports:
-            sock = socket.create_connection(("127.0.0.1", port), timeout=5)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setblocking(False)
-            self.socks.append(sock)
+        self.socks = [connect(port) for port in ports]
 
-    def send(self) -> None:
+    def send(self, epoll: select.epoll, owners: dict[int, Stream]) -> None:
         self.chosen = (self.chosen + 1) % len(self.socks)
         self.reply = Reply()
         self.sent = time.perf_counter()
+        if self.socks[self.chosen].fileno() < 0:
+            fresh = self.socks[self.chosen] = connect(self.ports[self.chosen])
+            owners[fresh.fileno()] = self
+            epoll.register(fresh.fileno(), select.EPOLLIN)
         if self.socks[self.chosen].send(self.request) != len(self.request):
             raise LoadError("a request of a few kB did not fit the socket's buffer")
 
@@ -177,7 +189,7 @@ def drive(
     while True:
         now = time.perf_counter()
         while starts and starts[0][0] <= now:
-            streams[heapq.heappop(starts)[1]].send()
+            streams[heapq.heappop(starts)[1]].send(epoll, owners)
             active += 1
         if not before and now >= opens:
             before = counters(roots)
@@ -212,11 +224,15 @@ def drive(
                 if counts:
                     cycles += 1
                     cycle_s += now - stream.sent
+                if reply.closes:
+                    epoll.unregister(fileno)
+                    del owners[fileno]
+                    stream.socks[stream.chosen].close()
                 if after:
                     stream.reply = None
                     active -= 1
                 else:
-                    stream.send()
+                    stream.send(epoll, owners)
     window = closes - opens
     return {
         "streams": len(streams),
