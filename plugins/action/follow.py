@@ -70,7 +70,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                     )
                     return {"failed": True, "msg": text}, kept
                 look = {**look, "lines": []}
-        return {**look, "attached": first.get("attached", False)}, kept
+        return {**look, **{name: first[name] for name in ("attached", "same_job") if name in first}}, kept
 
     def _look(self, more: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
         answer: dict[str, Any] = self._execute_module(

@@ -13,8 +13,8 @@ version_added: "0.1.0"
 description:
   - The job is a transient systemd unit, so it goes on when the connection or the controller is lost, and its output is
     in the node's journal. The next run finds it running and follows it on.
-  - Another job of the same unit (the same task of an earlier run, with other arguments) is followed to its end first,
-    and then this one is started.
+  - Another job of the same unit (the same task of an earlier run, with other arguments or inputs) is followed to its
+    end first, and then this one is started.
   - Lines that the job prints are shown as they come. The task ends when the job ends, and fails with its last lines
     when it failed.
   - This is an action with a module of the same name; the action calls the module again and again.
@@ -30,6 +30,11 @@ options:
     required: true
   environment_files:
     description: Files with environment variables for the job; one that does not exist is passed over.
+    type: list
+    elements: str
+    default: []
+  inputs:
+    description: Files that say what the job does, such as its request. With another content of them it is another job.
     type: list
     elements: str
     default: []
@@ -60,6 +65,12 @@ EXAMPLES = r"""
   serving.gpu_node.follow:
     unit: gpu-node-image-build
     argv: [/bin/sh, /var/lib/gpu-node/build/build_image.sh]
+
+- name: Measure
+  serving.gpu_node.follow:
+    unit: gpu-node-benchmark
+    argv: [/usr/bin/python3, -m, gpu_node_bench, run, --request, /var/lib/gpu-node/benchmark/request.json]
+    inputs: [/var/lib/gpu-node/benchmark/request.json]
 """
 
 RETURN = r"""
@@ -78,8 +89,10 @@ attached:
   type: bool
 """
 
+import hashlib
 import json
 import shlex
+from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -116,7 +129,21 @@ def running(state: dict[str, str]) -> bool:
     return state["ActiveState"] in ("activating", "active", "deactivating") and state["SubState"] != "exited"
 
 
-def begin(module: AnsibleModule, unit: str) -> bool:
+def identity(module: AnsibleModule) -> str:
+    """Return what the unit's description says of this job, and of no job that does something else."""
+    argv = shlex.join(module.params["argv"])
+    if not module.params["inputs"]:
+        return argv
+    found = hashlib.sha256()
+    for path in module.params["inputs"]:
+        try:
+            found.update(hashlib.sha256(Path(path).read_bytes()).digest())
+        except OSError as error:
+            module.fail_json(msg=f"{path}, an input of {module.params['unit']}: {error.strerror}")
+    return f"{argv} (inputs {found.hexdigest()})"
+
+
+def begin(module: AnsibleModule, unit: str, job: str) -> bool:
     """Start the job unless it runs; return whether it ran already."""
     state = show(module, unit)
     if running(state):
@@ -130,7 +157,7 @@ def begin(module: AnsibleModule, unit: str) -> bool:
         [
             *("systemd-run", "--quiet", f"--unit={unit}", "--remain-after-exit", "--no-ask-password"),
             # The next run tells by it whether this is its own job.
-            f"--description={shlex.join(module.params['argv'])}",
+            f"--description={job}",
             *files,
             "--",
             *module.params["argv"],
@@ -147,6 +174,7 @@ def main() -> None:
             "unit": {"type": "str", "required": True},
             "argv": {"type": "list", "elements": "str", "required": True},
             "environment_files": {"type": "list", "elements": "str", "default": []},
+            "inputs": {"type": "list", "elements": "str", "default": []},
             "interval": {"type": "int", "default": 2},
             "cursor": {"type": "str", "default": ""},
             "begin": {"type": "bool", "default": True},
@@ -156,7 +184,8 @@ def main() -> None:
     if module.check_mode:
         module.exit_json(changed=True, lines=[], attached=False, ended=True)
     unit = module.params["unit"] + ".service"
-    attached = begin(module, unit) if module.params["begin"] else False
+    job = identity(module) if module.params["begin"] else ""
+    attached = begin(module, unit, job) if module.params["begin"] else False
     state = show(module, unit)
     if not state["InvocationID"]:
         # systemd knows such a unit no more, and would report it as a success.
@@ -165,7 +194,8 @@ def main() -> None:
         )
     lines, cursor = new_lines(module, state["InvocationID"], module.params["cursor"])
     answer = {"changed": True, "lines": lines, "cursor": cursor, "attached": attached, "ended": not running(state)}
-    answer["same_job"] = state["Description"] == shlex.join(module.params["argv"])
+    # Told by the first look: what the inputs hold later says nothing of the job that runs.
+    answer["same_job"] = state["Description"] == job
     if answer["ended"]:
         # The journal may lag behind the end of the process: have it write what it holds, then read the rest.
         module.run_command(["journalctl", "--sync"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -108,6 +109,30 @@ def test_a_job_is_started_as_a_unit_without_a_shell(systemd: Systemd) -> None:
 def test_a_job_is_told_from_another_one_of_its_unit(systemd: Systemd) -> None:
     assert look()["same_job"] is True
     assert look(argv=["/bin/sh", "-c", "build; gone"])["same_job"] is False
+
+
+def test_a_job_with_another_request_is_another_job(systemd: Systemd, tmp_path: Path) -> None:
+    request, other = tmp_path / "request.json", tmp_path / "other.json"
+    request.write_text('{"runs": 3}')
+    other.write_text("{}")
+    inputs = [str(request), str(other)]
+    assert look(inputs=inputs)["same_job"] is True
+    assert look(inputs=inputs)["same_job"] is True
+    request.write_text('{"runs": 5}')
+    assert look(inputs=inputs)["same_job"] is False
+    assert systemd.verbs() == ["systemd-run --quiet"]
+    request.write_text('{"runs": 3}')
+    assert look(inputs=inputs)["same_job"] is True
+
+
+def test_a_request_that_is_not_there_starts_nothing(systemd: Systemd, tmp_path: Path) -> None:
+    answer = look(inputs=[str(tmp_path / "gone.json")])
+    assert answer["failed"]
+    assert "gone.json, an input of job: No such file or directory" in answer["msg"]
+    assert systemd.calls == []
+    # Later looks at a job that runs do not need it.
+    systemd.begin()
+    assert look(begin=False, inputs=[str(tmp_path / "gone.json")])["ended"] is False
 
 
 def test_a_running_job_is_not_started_again(systemd: Systemd) -> None:
@@ -250,6 +275,12 @@ def test_another_job_of_the_unit_is_waited_for_and_then_this_one_is_started(act:
     assert shown == ["  [gpu-node] job is running already; following it", "  [gpu-node] old", "  [gpu-node] new"]
     assert result["rc"] == 0
     assert [args.get("begin", True) for args in node.asked] == [True, False, True, False]
+
+
+def test_whose_job_it_is_is_told_when_it_is_met(act: Act) -> None:
+    """Somebody may write another request while the job runs: that changes nothing of the job."""
+    result, node = act([seen("mine", attached=True), {**ended(0), "same_job": False}])
+    assert (result["rc"], len(node.asked)) == (0, 2)
 
 
 def test_lost_connections_lose_nothing(act: Act, shown: list[str]) -> None:
