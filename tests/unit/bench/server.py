@@ -28,6 +28,11 @@ class Behaviour:
     window: int | None = 4096
     fault: str = ""
     fault_after: int = 0
+    # How long a "pause" lasts, and how many further answers have one.
+    pause_s: float = 0.0
+    pauses: int = 0
+    # Whether each answer closes its connection, as the balancer's do.
+    closes: bool = False
     caching: bool = True
     has_metrics: bool = True
     # A draft of that many tokens; accepted: by position, of each 100 drafts.
@@ -184,6 +189,8 @@ class Server:
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream")
         handler.send_header("Transfer-Encoding", "chunked")
+        if how.closes:
+            handler.send_header("Connection", "close")
         handler.end_headers()
         model = "another-model" if how.fault == "wrong model" else MODEL
 
@@ -207,6 +214,12 @@ class Server:
                     handler.wfile.write(b"3\r\n:\n\n\r\n")
                     handler.wfile.flush()
                     time.sleep(0.1)
+            if how.pauses and sent >= how.fault_after:
+                how.pauses -= 1
+                time.sleep(how.pause_s)
+                first += how.pause_s
+            if how.fault == "silence" and sent >= how.fault_after:
+                time.sleep(4)
             if how.fault == "cut" and sent >= how.fault_after:
                 handler.close_connection = True
                 return

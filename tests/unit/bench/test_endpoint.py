@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import MagicMock
 
 import pytest
-from gpu_node_bench.endpoint import Endpoint, Limits
+from gpu_node_bench.endpoint import Endpoint, Limits, _Reader
 from gpu_node_bench.errors import BenchError, NoFigureError
 
 from tests.unit.bench.server import KEY, MODEL, Server
@@ -40,6 +41,7 @@ def test_the_request_is_greedy_streamed_and_without_thinking(server: Server) -> 
     assert "ignore_eos" not in body
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -51,14 +53,38 @@ def test_the_request_is_greedy_streamed_and_without_thinking(server: Server) -> 
         ("error", "carried an error: .*engine died"),
         ("wrong model", "wrong model: another-model answered, not the-model"),
         ("stall", "stalled: no event for 0.5 s after 8 events"),
+        ("silence", "stalled: no event for 0.5 s after 8 events"),
     ],
 )
-def test_a_fault_gives_no_number(server: Server, fault: str, words: str) -> None:
-    server.behaviour.fault, server.behaviour.fault_after = fault, 8
+def test_a_fault_gives_no_number(server: Server, fault: str, words: str, closes: bool) -> None:
+    server.behaviour.fault, server.behaviour.fault_after, server.behaviour.closes = fault, 8, closes
     begin = time.monotonic()
     with pytest.raises(NoFigureError, match=words):
         ask(server)
     assert time.monotonic() - begin < 2.5
+
+
+def test_a_gap_that_a_token_ends_is_a_stall_all_the_same() -> None:
+    """Several reads may lie in one gap, each within the time that a read may take."""
+    reader = _Reader(MagicMock(), MagicMock(), 100.0, Limits(first_s=3, stall_s=0.5), MODEL)
+    token = b'data: {"choices": [{"delta": {"content": "x"}}]}'
+    reader._line(token, 103.0)
+    reader._line(token, 103.5)
+    with pytest.raises(TimeoutError):
+        reader._line(token, 104.1)
+    assert reader.stalled() == "stalled: no event for 0.5 s after 2 events"
+    late = _Reader(MagicMock(), MagicMock(), 100.0, Limits(first_s=3, stall_s=0.5), MODEL)
+    with pytest.raises(TimeoutError):
+        late._line(token, 103.1)
+    assert late.stalled() == "stalled: no token within 3 s"
+
+
+def test_the_gaps_of_a_stream(server: Server) -> None:
+    server.behaviour.pauses, server.behaviour.pause_s, server.behaviour.fault_after = 1, 0.3, 8
+    answer = ask(server)
+    assert 0.3 < answer.gap_longest_s < 0.45
+    assert answer.gap_median_s < 0.05
+    assert ask(server, tokens=1).gap_longest_s == 0
 
 
 def test_a_first_token_that_does_not_come_is_a_stall(server: Server) -> None:

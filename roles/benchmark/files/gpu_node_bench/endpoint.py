@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from gpu_node_bench.arithmetic import median
 from gpu_node_bench.errors import BenchError, NoFigureError
 
 _QUICK_S = 10.0
@@ -35,6 +38,9 @@ class Answer:
     first_s: float
     last_s: float
     events: int
+    # Between two events with tokens; 0 when there are no two.
+    gap_median_s: float
+    gap_longest_s: float
     text: str
     # How much further the wall clock went meanwhile than the monotonic one.
     clock_step_s: float
@@ -106,9 +112,9 @@ class Endpoint:
         """The text of a small page. Raises NoFigureError."""
         with self._connection(_QUICK_S) as connection:
             connection.request("GET", self._path + path, headers=self._headers(body=False))
-            response = connection.getresponse()
-            self._refuse_status(response, path)
-            return response.read().decode(errors="replace")
+            with connection.getresponse() as response:
+                self._refuse_status(response, path)
+                return response.read().decode(errors="replace")
 
     def window(self) -> int | None:
         """The model's window in tokens, None when the server does not say. Raises NoFigureError on another model."""
@@ -141,15 +147,17 @@ class Endpoint:
         data = json.dumps(body).encode()
         with self._connection(limits.first_s) as connection:
             connection.connect()
+            # The connection forgets it as soon as an answer says that it is the last one.
+            sock = connection.sock
             started, wall = time.monotonic(), time.time()
             connection.request("POST", self._path + "/v1/chat/completions", body=data, headers=self._headers(body=True))
-            response = connection.getresponse()
-            self._refuse_status(response, "/v1/chat/completions")
-            reader = _Reader(response, connection, started, limits, self.model)
-            try:
-                reader.read()
-            except TimeoutError:
-                raise NoFigureError(reader.stalled()) from None
+            with connection.getresponse() as response:
+                self._refuse_status(response, "/v1/chat/completions")
+                reader = _Reader(response, sock, started, limits, self.model)
+                try:
+                    reader.read()
+                except TimeoutError:
+                    raise NoFigureError(reader.stalled()) from None
             step = (time.time() - wall) - (time.monotonic() - started)
         return reader.answer(tokens, step)
 
@@ -160,13 +168,13 @@ class _Reader:
     def __init__(
         self,
         response: http.client.HTTPResponse,
-        connection: http.client.HTTPConnection,
+        sock: socket.socket,
         started: float,
         limits: Limits,
         model: str,
     ) -> None:
         self._response = response
-        self._connection = connection
+        self._sock = sock
         self._started = started
         self._limits = limits
         self._model = model
@@ -193,9 +201,13 @@ class _Reader:
             for line in lines:
                 self._line(line.strip(), now)
             # What keeps a connection alive (comments, single bytes) is no progress.
-            limit = self._limits.stall_s if self._arrivals else self._limits.first_s
-            if not self._done and now - self._latest > limit:
-                raise TimeoutError
+            if not self._done:
+                self._refuse_gap(now)
+
+    def _refuse_gap(self, now: float) -> None:
+        limit = self._limits.stall_s if self._arrivals else self._limits.first_s
+        if now - self._latest > limit:
+            raise TimeoutError
 
     def _line(self, line: bytes, now: float) -> None:
         if not line.startswith(b"data:"):
@@ -219,8 +231,10 @@ class _Reader:
         self._finish = str(choice.get("finish_reason") or self._finish)
         text, token = _text(choice)
         if token:
-            if not self._arrivals and self._connection.sock is not None:
-                self._connection.sock.settimeout(self._limits.stall_s)
+            # A token that ends a gap does not make it shorter.
+            self._refuse_gap(now)
+            if not self._arrivals:
+                self._sock.settimeout(self._limits.stall_s)
             self._arrivals.append(now)
             self._texts.append(text)
             self._latest = now
@@ -242,6 +256,7 @@ class _Reader:
             raise NoFigureError("no event of the stream carried a token")
         details = self._usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        gaps = [later - sooner for sooner, later in itertools.pairwise(self._arrivals)] or [0.0]
         return Answer(
             prompt_tokens=prompt,
             tokens=made,
@@ -249,6 +264,8 @@ class _Reader:
             first_s=self._arrivals[0] - self._started,
             last_s=self._arrivals[-1] - self._started,
             events=len(self._arrivals),
+            gap_median_s=median(gaps),
+            gap_longest_s=max(gaps),
             text="".join(self._texts),
             clock_step_s=step,
         )
