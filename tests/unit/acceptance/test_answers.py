@@ -5,54 +5,54 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_node_accept import answers, limits
+from gpu_node_accept import answers, limits, traffic
 from gpu_node_accept.checks import CheckError
-from gpu_node_accept.server import Streamed, parse_metrics, parse_stream
+from gpu_node_accept.server import Answer, Streamed, parse_metrics
 
 
-def streamed(first_s: float = 1.0, prompt: int = 1000, tokens: int = 8, seconds: float = 2.0) -> Streamed:
-    return Streamed("text", first_s, seconds, prompt, tokens)
+def streamed(first_s: float = 1.0, prompt: int = 1000, tokens: int = 8) -> Streamed:
+    return Streamed(first_s, prompt, tokens)
 
 
 @pytest.mark.parametrize(
-    ("texts", "others", "drafts", "verdict", "word"),
+    ("texts", "drafts", "verdict", "word"),
     [
-        (["same", "same", "same"], 0, None, "pass", "3 times"),
-        (["same", "same"], 0, 12, "pass", "12 drafts"),
-        (["same", "same"], 0, 0, "pass", "drafted nothing"),
-        (["same", "sane", "same"], 0, 5, "fail", "1 of 2 repeats differ, the first at character 2"),
-        (["same", "same but longer"], 0, None, "fail", "at character 4"),
-        (["", ""], 0, None, "fail", "empty"),
+        (["same", "same", "same"], None, "pass", "3 times"),
+        (["same", "same"], 12, "pass", "12 drafts"),
+        (["same", "same"], 0, "pass", "drafted nothing"),
+        (["same", "sane", "same"], 5, "fail", "1 of 2 repeats differ, the first at character 2"),
+        (["same", "same but longer"], None, "fail", "at character 4"),
+        (["", ""], None, "fail", "empty"),
     ],
 )
-def test_determinism(texts: list[str], others: int, drafts: float | None, verdict: str, word: str) -> None:
-    found = answers.determinism(texts, others, drafts)
+def test_determinism(texts: list[str], drafts: float | None, verdict: str, word: str) -> None:
+    found = answers.determinism(texts, "", drafts)
     assert (found.verdict, word in found.seen) == (verdict, True), found
 
 
 def test_a_difference_while_others_asked_is_an_open_question() -> None:
-    found = answers.determinism(["a", "b"], 3, None)
+    found = answers.determinism(["a", "b"], "1 requests of others ran", None)
     assert (found.verdict, found.applies) == ("not run", True)
-    assert "3 requests of others" in found.why
+    assert "1 of 1 repeats differ" in found.why and "1 requests of others ran" in found.why
 
 
 def call(name: str, arguments: str) -> dict[str, Any]:
-    return {"message": {"content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}}
+    return {"content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 
 
 @pytest.mark.parametrize(
-    ("choice", "verdict"),
+    ("message", "verdict"),
     [
         (call("get_weather", '{"city": "Paris", "unit": "celsius"}'), "pass"),
         (call("get_weather", "{'city': 'Paris'}"), "fail"),
         (call("get_weather", '{"town": "Paris"}'), "fail"),
         (call("get_weather", '"Paris"'), "fail"),
         (call("weather", '{"city": "Paris"}'), "fail"),
-        ({"message": {"content": "<tool>get_weather(Paris)</tool>"}}, "fail"),
+        ({"content": "<tool>get_weather(Paris)</tool>"}, "fail"),
     ],
 )
-def test_tool_calls(choice: dict[str, Any], verdict: str) -> None:
-    assert answers.tool_call(choice).verdict == verdict
+def test_tool_calls(message: dict[str, Any], verdict: str) -> None:
+    assert answers.tool_call(Answer(message, "tool_calls", 9)).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_tool_calls(choice: dict[str, Any], verdict: str) -> None:
     ],
 )
 def test_thoughts(message: dict[str, Any], verdict: str) -> None:
-    assert answers.reasoning({"message": message, "finish_reason": "stop"}).verdict == verdict
+    assert answers.reasoning(Answer(message, "stop", 9)).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,10 @@ def test_thoughts(message: dict[str, Any], verdict: str) -> None:
     ],
 )
 def test_prefix_cache(cold_s: float, warm_s: float, hits: float | None, verdict: str) -> None:
-    assert answers.prefix_cache(streamed(cold_s), streamed(warm_s), hits).verdict == verdict
+    assert answers.prefix_cache(streamed(cold_s), streamed(warm_s), hits, "").verdict == verdict
+    # Others' hits and prompts are neither a pass nor a fail.
+    busy = answers.prefix_cache(streamed(cold_s), streamed(warm_s), hits, "1 requests of others ran")
+    assert (busy.verdict, busy.applies) == ("not run", True)
 
 
 def test_prompts_of_an_exact_length_begin_differently() -> None:
@@ -112,13 +115,17 @@ def test_the_whole_window() -> None:
     ],
 )
 def test_all_sequences_at_once(found: list[Any], running: float, preempted: float, verdict: str) -> None:
-    assert limits.concurrency(found, 8, running, preempted).verdict == verdict
+    assert limits.concurrency(found, 8, running, preempted, "").verdict == verdict
+    busy = limits.concurrency(found, 8, running, preempted, "1 requests of others ran")
+    # Others may set a sequence back for want of KV cache; an answer that is not whole is a failure with them, too.
+    assert busy.verdict == ("not run" if preempted else verdict)
 
 
 def test_the_offload_tier_is_used() -> None:
-    assert limits.offload_hit(1.5e9, streamed(), 70).verdict == "pass"
-    assert limits.offload_hit(0, streamed(), 70).verdict == "fail"
-    assert limits.offload_hit(None, streamed(), 70).verdict == "not run"
+    assert limits.offload_hit(1.5e9, streamed(), 70, "").verdict == "pass"
+    assert limits.offload_hit(0, streamed(), 70, "").verdict == "fail"
+    assert limits.offload_hit(None, streamed(), 70, "").verdict == "not run"
+    assert limits.offload_hit(1.5e9, streamed(), 70, "1 requests of others ran").verdict == "not run"
 
 
 def test_start_times() -> None:
@@ -165,42 +172,7 @@ def test_a_restart_that_fails_lets_in_again_and_says_so(failing: str) -> None:
     assert ("systemctl stop vllm-replica@0.service" in commands.ran) == (failing != "gpu-node drain")
 
 
-# --- streams and metrics
-
-
-def event(text: str) -> bytes:
-    return f"data: {text}\n".encode()
-
-
-TOKEN = event('{"choices": [{"text": "a"}]}')
-USAGE = event('{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}}')
-DONE = event("[DONE]")
-
-
-def read(*lines: bytes, times: tuple[float, ...] = ()) -> Streamed:
-    clock = iter([*times, *[99.0] * 20]) if times else iter(range(50))
-    return parse_stream(lines, 0.0, lambda: next(clock), 1000.0)
-
-
-def test_a_stream_counts_by_usage() -> None:
-    # Speculation puts several tokens in an event: events are no count.
-    found = read(TOKEN, TOKEN, USAGE, DONE)
-    assert (found.text, found.completion_tokens, found.prompt_tokens) == ("aa", 9, 5)
-
-
-@pytest.mark.parametrize(
-    ("lines", "match"),
-    [
-        ((TOKEN, USAGE), "without .DONE"),
-        ((TOKEN, DONE), "no usage"),
-        ((USAGE, DONE), "no token"),
-        ((TOKEN, event('{"error": "x"}'), DONE), "an error"),
-        ((TOKEN, event("{half"), DONE), "not JSON"),
-    ],
-)
-def test_half_a_stream_is_no_answer(lines: tuple[bytes, ...], match: str) -> None:
-    with pytest.raises(CheckError, match=match):
-        read(*lines)
+# --- metrics
 
 
 def test_metrics() -> None:
@@ -215,5 +187,24 @@ vllm:cache_config_info{kv_cache_size_tokens="19328",engine="0"} 1.0
     assert metrics.value("vllm:prefix_cache_hits") == 15
     assert metrics.value("vllm:bad") is None
     assert metrics.label("vllm:cache_config_info", "kv_cache_size_tokens") == "19328"
-    assert answers.moved(parse_metrics(""), metrics, "vllm:prefix_cache_hits") == 15
-    assert answers.moved(metrics, parse_metrics(""), "vllm:prefix_cache_hits") is None
+    assert traffic.moved(parse_metrics(""), metrics, "vllm:prefix_cache_hits") == 15
+    assert traffic.moved(metrics, parse_metrics(""), "vllm:prefix_cache_hits") is None
+
+
+@pytest.mark.parametrize(
+    ("running", "generated", "said"),
+    [
+        ((0, 0), (100, 292), ""),
+        # One long stream of somebody else, that no counter of ended requests shows.
+        ((1, 1), (100, 292), "1 requests of others ran"),
+        ((0, 2), (100, 292), "2 requests of others ran"),
+        ((0, 0), (100, 1492), "1,200 tokens were generated for others"),
+        ((1, 0), (100, 300), "1 requests of others ran and 8 tokens were generated for others"),
+    ],
+)
+def test_what_others_had_meanwhile(running: tuple[int, int], generated: tuple[int, int], said: str) -> None:
+    before, after = (
+        parse_metrics(f"vllm:num_requests_running {now}\nvllm:generation_tokens_total {tokens}\n")
+        for now, tokens in zip(running, generated, strict=True)
+    )
+    assert traffic.others(before, after, 192) == said

@@ -48,7 +48,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return None
         if not body.get("stream"):
-            return self._send(json.dumps({"choices": [{"message": {"content": "2, 3, 5"}, "finish_reason": "stop"}]}))
+            answer = {"choices": [{"message": {"content": "2, 3, 5"}}], "usage": {"completion_tokens": 9}}
+            return self._send(json.dumps(answer))
         type(self).hits += len(body["prompt"])
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
         events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]

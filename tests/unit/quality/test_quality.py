@@ -315,7 +315,8 @@ class Handler(BaseHTTPRequestHandler):
         if type(self).moods:
             type(self).moods += 1
             text += f" ({type(self).moods})"
-        data = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}).encode()
+        answer = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+        data = json.dumps({**answer, "usage": {"completion_tokens": 9}}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

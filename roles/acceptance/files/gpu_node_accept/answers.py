@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_node_accept.checks import CheckError, Outcome, failed, not_here, not_run, passed, warned
-from gpu_node_accept.server import Metrics, Server, Streamed
+from gpu_node_accept.server import Answer, Server, Streamed
+from gpu_node_accept.traffic import moved, others, settled
 
 TIMEOUT_S = 300.0
 THINKING_OFF = {"chat_template_kwargs": {"thinking": False}}
@@ -28,6 +29,7 @@ TOOL = {
 MEASURABLE_S = 0.2
 CACHE_SHARE = 0.5
 CLEARLY_SMALLER = 0.7
+DRAIN = "ask again on a drained replica: gpu-node drain N"
 
 
 def first_difference(one: str, other: str) -> int | None:
@@ -39,10 +41,10 @@ def first_difference(one: str, other: str) -> int | None:
     )
 
 
-def determinism(texts: Sequence[str], others: float, drafts: float | None) -> Outcome:
+def determinism(texts: Sequence[str], meanwhile: str, drafts: float | None) -> Outcome:
     """Greedy decoding, alone on the engine, gives the same text each time.
 
-    :param others: requests of somebody else that the engine ended meanwhile: with them the batches differ.
+    :param meanwhile: what others had of the engine: with them the batches differ.
     :param drafts: how many drafts speculation made meanwhile; None without speculation.
     """
     how = "" if drafts is None else f", {drafts:.0f} drafts by speculation"
@@ -55,20 +57,19 @@ def determinism(texts: Sequence[str], others: float, drafts: float | None) -> Ou
             return failed("an empty text", wanted, "ask the engine by hand; its answer has no text")
         return passed(f"{len(texts)} times the same {len(texts[0])} characters{how}", wanted)
     seen = f"{len(places)} of {len(texts) - 1} repeats differ, the first at character {min(places)}{how}"
-    if others > 0:
-        return not_run(f"{seen}, but {others:.0f} requests of others ran meanwhile", "ask again on a drained replica")
+    if meanwhile:
+        return not_run(f"{seen}, but {meanwhile} meanwhile", DRAIN, wanted)
     remedy = "compare with speculation and each kernel switch off; playbooks/quality.yml tells how much it matters"
     return failed(seen, wanted, remedy)
 
 
-def tool_call(choice: dict[str, Any]) -> Outcome:
+def tool_call(answer: Answer) -> Outcome:
     """A tool call comes back as such, with arguments that are JSON and fit."""
-    message = choice["message"]
-    calls = message.get("tool_calls") or []
+    calls = answer.message.get("tool_calls") or []
     wanted = "a call of get_weather with a city, as JSON"
     remedy = "compare tool-call-parser and tokenizer-mode with the model's own document"
     if not calls:
-        return failed(f"no tool_calls; content {str(message.get('content'))[:120]!r}", wanted, remedy)
+        return failed(f"no tool_calls; content {answer.content[:120]!r}", wanted, remedy)
     function = calls[0].get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "")
@@ -79,11 +80,9 @@ def tool_call(choice: dict[str, Any]) -> Outcome:
     return passed(f"get_weather({json.dumps(arguments)})", wanted)
 
 
-def reasoning(choice: dict[str, Any]) -> Outcome:
+def reasoning(answer: Answer) -> Outcome:
     """Thoughts come in their own field, and the answer has none of their marks."""
-    message = choice["message"]
-    thoughts = message.get("reasoning") or message.get("reasoning_content") or ""
-    content = message.get("content") or ""
+    thoughts, content = answer.thoughts, answer.content
     wanted = "thoughts apart from an answer with 323"
     remedy = "compare reasoning-parser and tokenizer-mode with the model's own document"
     if not thoughts:
@@ -91,17 +90,18 @@ def reasoning(choice: dict[str, Any]) -> Outcome:
     if "<think>" in content or "</think>" in content:
         return failed(f"marks of thoughts in the answer: {content[:120]!r}", wanted, remedy)
     if not content:
-        ended = choice.get("finish_reason")
-        return failed(f"{len(thoughts)} characters of thoughts and no answer (finish_reason {ended})", wanted, remedy)
+        ended = f"finish_reason {answer.finish_reason}"
+        return failed(f"{len(thoughts)} characters of thoughts and no answer ({ended})", wanted, remedy)
     seen = f"{len(thoughts)} characters of thoughts, then {content.strip()[:60]!r}"
     # What a model knows is a matter of the quality gates.
     return passed(seen, wanted) if "323" in content else warned(seen, wanted, "run playbooks/quality.yml")
 
 
-def prefix_cache(cold: Streamed, warm: Streamed, hits: float | None) -> Outcome:
+def prefix_cache(cold: Streamed, warm: Streamed, hits: float | None, meanwhile: str) -> Outcome:
     """The second time, a long prompt is taken from the cache.
 
     :param hits: by how many tokens vllm:prefix_cache_hits went up meanwhile; None: there is no such counter.
+    :param meanwhile: what others had of the engine: their hits count, and their prompts take time and cache.
     """
     seen = (
         f"first token after {cold.first_s * 1000:.0f} ms, then {warm.first_s * 1000:.0f} ms"
@@ -111,6 +111,8 @@ def prefix_cache(cold: Streamed, warm: Streamed, hits: float | None) -> Outcome:
     remedy = "compare enable-prefix-caching with the plan; a cache that is full of others' prompts drops this one too"
     if hits is None:
         return not_run("the engine has no counter vllm:prefix_cache_hits", "look whether this server is a vLLM")
+    if meanwhile:
+        return not_run(f"{seen}, but {meanwhile} meanwhile", DRAIN, wanted)
     if hits < CACHE_SHARE * cold.prompt_tokens:
         return failed(seen, wanted, remedy)
     if cold.first_s < MEASURABLE_S:
@@ -120,22 +122,16 @@ def prefix_cache(cold: Streamed, warm: Streamed, hits: float | None) -> Outcome:
     return passed(seen, wanted)
 
 
-def moved(before: Metrics, after: Metrics, name: str) -> float | None:
-    """By how much a counter went up; None when there is no such counter."""
-    start, end = before.value(name), after.value(name)
-    return None if end is None else end - (start or 0.0)
-
-
 def ask_determinism(server: Server, times: int, tokens: int) -> Outcome:
     """Ask the same thing again and again. The first answer fills the prefix cache, and is not compared."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "ignore_eos": True, **THINKING_OFF}
     server.chat(body, TIMEOUT_S)
-    before = server.metrics()
-    texts = [str(server.chat(body, TIMEOUT_S)["message"].get("content") or "") for _ in range(times)]
-    after = server.metrics()
-    ended = moved(before, after, "vllm:request_success") or 0
+    before = settled(server)
+    found = [server.chat(body, TIMEOUT_S) for _ in range(times)]
+    after = settled(server)
+    meanwhile = others(before, after, sum(answer.completion_tokens for answer in found))
     drafts = moved(before, after, "vllm:spec_decode_num_drafts")
-    return determinism(texts, max(0.0, ended - times), drafts)
+    return determinism([answer.text for answer in found], meanwhile, drafts)
 
 
 def ask_tool(server: Server, arguments: dict[str, Any]) -> Outcome:
@@ -163,7 +159,7 @@ def token_prompt(length: int, seed: int) -> list[int]:
 
 def ask_prefix_cache(server: Server, arguments: dict[str, Any], length: int, seed: int) -> Outcome:
     """The same prompt twice, unless the engine has no such cache (vLLM switches it off for MLA on CPUs)."""
-    before = server.metrics()
+    before = settled(server)
     if before.label("vllm:cache_config_info", "enable_prefix_caching") == "False":
         if not arguments.get("enable-prefix-caching"):
             return not_here("the engine has it switched off, and the plan does not ask for it")
@@ -173,6 +169,8 @@ def ask_prefix_cache(server: Server, arguments: dict[str, Any], length: int, see
     cold = server.stream(body, TIMEOUT_S)
     if cold.prompt_tokens != length:
         raise CheckError(f"a prompt of {length} tokens was counted as {cold.prompt_tokens}")
-    before = server.metrics()
+    # The first time hits nothing: no prompt began like this one.
     warm = server.stream(body, TIMEOUT_S)
-    return prefix_cache(cold, warm, moved(before, server.metrics(), "vllm:prefix_cache_hits"))
+    after = settled(server)
+    meanwhile = others(before, after, cold.completion_tokens + warm.completion_tokens)
+    return prefix_cache(cold, warm, moved(before, after, "vllm:prefix_cache_hits"), meanwhile)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gpu_node_accept.answers import moved, token_prompt
+from gpu_node_accept import traffic
+from gpu_node_accept.answers import DRAIN, token_prompt
 from gpu_node_accept.checks import CheckError, Outcome, failed, not_here, not_run, passed, warned
 from gpu_node_accept.server import Server, Streamed
 
@@ -41,9 +42,12 @@ def ask_full_window(server: Server, window: int, seed: int, timeout_s: float) ->
 
 
 def concurrency(
-    answers: Sequence[Streamed | CheckError], tokens: int, most_running: float, preempted: float
+    answers: Sequence[Streamed | CheckError], tokens: int, most_running: float, preempted: float, meanwhile: str
 ) -> Outcome:
-    """All sequences of the plan ran at the same time, and each came to its end."""
+    """All sequences of the plan ran at the same time, and each came to its end.
+
+    :param meanwhile: what others had of the engine: their sequences need KV cache, too.
+    """
     errors = [one for one in answers if isinstance(one, CheckError)]
     short = [one for one in answers if isinstance(one, Streamed) and one.completion_tokens != tokens]
     count = len(answers)
@@ -53,6 +57,10 @@ def concurrency(
     if errors or short:
         first = f"; {errors[0]}" if errors else f"; one has {short[0].completion_tokens} tokens"
         return failed(seen + first, wanted, remedy)
+    if preempted and meanwhile:
+        return not_run(
+            f"{seen}, {preempted:.0f} set back for want of KV cache, but {meanwhile} meanwhile", DRAIN, wanted
+        )
     if preempted:
         return failed(f"{seen}, {preempted:.0f} set back for want of KV cache", wanted, remedy)
     if most_running < count:
@@ -63,7 +71,7 @@ def concurrency(
 
 def ask_concurrency(server: Server, count: int, tokens: int, seed: int, timeout_s: float) -> Outcome:
     """So many streams at once, each of its own prompt."""
-    before = server.metrics()
+    before = traffic.settled(server)
     peak, ended = [0.0], threading.Event()
 
     def watch() -> None:
@@ -88,16 +96,23 @@ def ask_concurrency(server: Server, count: int, tokens: int, seed: int, timeout_
     finally:
         ended.set()
         watcher.join(5)
-    preempted = moved(before, server.metrics(), "vllm:num_preemptions") or 0
-    return concurrency(answers, tokens, peak[0], preempted)
+    after = traffic.settled(server)
+    preempted = traffic.moved(before, after, "vllm:num_preemptions") or 0
+    own = sum(answer.completion_tokens for answer in answers if isinstance(answer, Streamed))
+    return concurrency(answers, tokens, peak[0], preempted, traffic.others(before, after, own))
 
 
-def offload_hit(loaded: float | None, again: Streamed, prompts: int) -> Outcome:
-    """A prompt that the cards' cache no longer holds came back from host memory."""
+def offload_hit(loaded: float | None, again: Streamed, prompts: int, meanwhile: str) -> Outcome:
+    """A prompt that the cards' cache no longer holds came back from host memory.
+
+    :param meanwhile: what others had of the engine: what they load counts.
+    """
     wanted = "bytes loaded from the tier in host memory"
     if loaded is None:
         return not_run(f"the engine has no counter {_LOAD}: nothing was stored or loaded yet")
     seen = f"{loaded / 1e9:.2f} GB loaded after {prompts} other prompts, first token after {again.first_s:.1f} s"
+    if meanwhile:
+        return not_run(f"{seen}, but {meanwhile} meanwhile", DRAIN, wanted)
     if loaded <= 0:
         return failed(seen, wanted, "look for kv_offload in the engine's log and metrics; /dev/shm of the container?")
     return passed(seen, wanted)
@@ -122,9 +137,11 @@ def ask_offload(server: Server, plan: dict[str, Any], seed: int, timeout_s: floa
         ask(number)
         if number % 10 == 0:
             say(f"KV offload: {number} of {others} prompts that push the first one out")
-    before = server.metrics()
+    before = traffic.settled(server)
     again = ask(0)
-    return offload_hit(moved(before, server.metrics(), _LOAD), again, others)
+    after = traffic.settled(server)
+    meanwhile = traffic.others(before, after, again.completion_tokens)
+    return offload_hit(traffic.moved(before, after, _LOAD), again, others, meanwhile)
 
 
 def start_times(warm_s: float, history: list[dict[str, Any]], release: str) -> Outcome:

@@ -12,6 +12,7 @@ from typing import Any
 from gpu_node.errors import EngineError, ParseError
 
 PROMPT = "What is 17 * 19? Answer with the number."
+CHAT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,11 @@ class Generation:
         return (self.completion_tokens - 1) / max(self.arrivals[-1] - self.arrivals[0], 1e-6) if self.arrivals else 0.0
 
 
-_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*", re.ASCII)
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*", re.ASCII)
 
 
-def parse_metrics(text: str) -> Metrics:
-    """Read a Prometheus text. Raises ParseError when a needed metric is missing or no finite number."""
-    sums: dict[str, float] = {}
+def parse_samples(text: str) -> Iterator[tuple[str, str, float]]:
+    """Name, labels as they are written, and value of vLLM's samples in a Prometheus text; NaN for what is no number."""
     for line in text.splitlines():
         if not line.startswith("vllm:") or not (match := _SAMPLE.fullmatch(line)):
             continue
@@ -71,7 +71,14 @@ def parse_metrics(text: str) -> Metrics:
             value = float(match["value"])
         except ValueError:
             value = math.nan
-        sums[match["name"]] = sums.get(match["name"], 0.0) + value
+        yield match["name"], match["labels"] or "", value
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Read a Prometheus text. Raises ParseError when a needed metric is missing or no finite number."""
+    sums: dict[str, float] = {}
+    for name, _, value in parse_samples(text):
+        sums[name] = sums.get(name, 0.0) + value
 
     def need(name: str) -> float:
         value = sums.get(f"vllm:{name}")
@@ -112,18 +119,20 @@ def parse_events(lines: Iterable[bytes]) -> Iterator[Any]:
     raise EngineError("the stream ended without [DONE]")
 
 
-def _usage(answer: Any, name: str) -> int:
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    value = usage.get(name) if isinstance(usage, dict) else None
+def usage(answer: Any, name: str) -> int:
+    """A count of the answer's own. Raises EngineError when there is none."""
+    counts = answer.get("usage") if isinstance(answer, dict) else None
+    value = counts.get(name) if isinstance(counts, dict) else None
     if type(value) is not int:
         raise EngineError(f"the answer has no usage.{name}")
     return value
 
 
 def _text(answer: Any, part: str) -> str:
-    """The first choice's text. It may be empty: a model that thinks first, or random weights."""
+    """The first choice's text, of a chat or a plain completion. It may be empty: thoughts first, or random weights."""
     try:
-        return answer["choices"][0][part].get("content") or ""
+        choice = answer["choices"][0]
+        return choice.get("text") or choice[part].get("content") or ""
     except (KeyError, IndexError, TypeError, AttributeError):
         return ""
 
@@ -184,7 +193,8 @@ class Engine:
             raise EngineError(f"{self.name}{path} answered HTTP {response.status}: {self._redacted(text)[:300]}")
         return response
 
-    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> str:
+    def request(self, method: str, path: str, body: Any, timeout_s: float) -> str:
+        """The answer's text. Raises EngineError."""
         try:
             with self._open(method, path, body, timeout_s) as response:
                 return response.read().decode(errors="replace")
@@ -196,25 +206,26 @@ class Engine:
     def healthy(self, timeout_s: float) -> bool:
         """Whether /health says 200. It does so too when the engine behind it is frozen: generate for a proof."""
         try:
-            self._request("GET", "/health", None, timeout_s)
+            self.request("GET", "/health", None, timeout_s)
         except EngineError:
             return False
         return True
 
     def models(self, timeout_s: float) -> list[str]:
         """The names under which the server serves."""
-        answer = self._json(self._request("GET", "/v1/models", None, timeout_s))
+        answer = self.ask("GET", "/v1/models", None, timeout_s)
         data = answer.get("data") if isinstance(answer, dict) else None
         return [str(item.get("id")) for item in data or [] if isinstance(item, dict)]
 
     def metrics(self, timeout_s: float) -> Metrics:
-        return parse_metrics(self._request("GET", "/metrics", None, timeout_s))
+        return parse_metrics(self.request("GET", "/metrics", None, timeout_s))
 
     def kv_tokens(self, timeout_s: float) -> int | None:
-        return parse_kv_tokens(self._request("GET", "/metrics", None, timeout_s))
+        return parse_kv_tokens(self.request("GET", "/metrics", None, timeout_s))
 
-    @staticmethod
-    def _json(text: str) -> Any:
+    def ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        """The answer, which is JSON. Raises EngineError."""
+        text = self.request(method, path, body, timeout_s)
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -226,16 +237,16 @@ class Engine:
         Thinking is switched off: with it on, a small max_tokens gives an empty text.
         """
         body = _chat(model, max_tokens)
-        started = time.monotonic()
         if stream:
-            done = self._streamed(body, started, timeout_s)
+            done = self.stream(CHAT, body, timeout_s)
         else:
-            answer = self._json(self._request("POST", "/v1/chat/completions", body, timeout_s))
+            started = time.monotonic()
+            answer = self.ask("POST", CHAT, body, timeout_s)
             done = Completion(
                 str(answer.get("model")) if isinstance(answer, dict) else "",
                 _text(answer, "message"),
-                _usage(answer, "prompt_tokens"),
-                _usage(answer, "completion_tokens"),
+                usage(answer, "prompt_tokens"),
+                usage(answer, "completion_tokens"),
                 time.monotonic() - started,
             )
         if done.completion_tokens < 1:
@@ -250,14 +261,14 @@ class Engine:
         arrivals: list[float] = []
         count: int | None = None
         try:
-            for event in self._events(body, started, timeout_s):
+            for event in self._events(CHAT, body, started, timeout_s):
                 delta = _delta(event)
                 # The first event only names the role, and the last one only brings the usage.
                 if delta is not None and (delta != "" or not _opens(event)):
                     arrivals.append(time.monotonic() - started)
                     texts.append(delta)
                 if event.get("usage"):
-                    count = _usage(event, "completion_tokens")
+                    count = usage(event, "completion_tokens")
         except EngineError as error:
             if arrivals or time.monotonic() - started < timeout_s:
                 raise
@@ -266,10 +277,9 @@ class Engine:
             raise EngineError(f"{self.name} ended its stream without usage.completion_tokens")
         return Generation("".join(texts), count, tuple(arrivals))
 
-    def _events(self, body: dict[str, Any], started: float, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """The events of a streamed chat completion as they come. Raises EngineError."""
+    def _events(self, path: str, body: dict[str, Any], started: float, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """The events of a streamed completion as they come. Raises EngineError."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        path = "/v1/chat/completions"
         try:
             with self._open("POST", path, body, timeout_s) as response:
                 for event in parse_events(iter(response.readline, b"")):
@@ -284,21 +294,23 @@ class Engine:
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.name}{path} broke its stream: {type(error).__name__}") from None
 
-    def _streamed(self, body: dict[str, Any], started: float, timeout_s: float) -> Completion:
+    def stream(self, path: str, body: dict[str, Any], timeout_s: float) -> Completion:
+        """A streamed completion, a chat or a plain one as the path says. Raises EngineError."""
+        started = time.monotonic()
         first: float | None = None
         texts: list[str] = []
-        model, usage = "", None
-        for event in self._events(body, started, timeout_s):
+        model, counted = "", None
+        for event in self._events(path, body, started, timeout_s):
             if event.get("choices") and first is None:
                 first = time.monotonic() - started
             model = str(event.get("model") or model)
             texts.append(_text(event, "delta"))
-            usage = event if event.get("usage") else usage
+            counted = event if event.get("usage") else counted
         return Completion(
             model,
             "".join(texts),
-            _usage(usage, "prompt_tokens"),
-            _usage(usage, "completion_tokens"),
+            usage(counted, "prompt_tokens"),
+            usage(counted, "completion_tokens"),
             time.monotonic() - started,
             first,
         )

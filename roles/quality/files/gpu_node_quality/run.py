@@ -86,7 +86,7 @@ class Quality:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
         if self.request.get("thinking") is not None:
             body["chat_template_kwargs"] = {"thinking": self.request["thinking"]}
-        return str(server.chat(body, TIMEOUT_S)["message"].get("content") or "")
+        return server.chat(body, TIMEOUT_S).content
 
     def _texts(self, items: Sequence[dict[str, Any]], max_tokens: int, at_once: int) -> dict[str, str | CheckError]:
         server = self._server()
