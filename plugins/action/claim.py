@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _LSTART = "%a %b %d %H:%M:%S %Y"
 # `ps` works a start out from the time of boot, which the kernel corrects by a second now and then.
 _START_TOLERANCE_S = 2
 _LOOKS = 5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_start(pid: int) -> str:
@@ -67,6 +69,15 @@ def still_runs(controller: dict[str, Any]) -> bool:
     return bool(found) and same_start(found, str(controller.get("started", "")))
 
 
+def machine() -> str:
+    """Return what tells this machine from another one of the same name, cloned from the same image for example."""
+    try:
+        return _BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        # Not Linux. Without an address it is another number in every run, so that nobody is taken for this machine.
+        return f"{uuid.getnode():012x}"
+
+
 def _make_identity(pid: int) -> dict[str, Any]:
     started, host, user = process_start(pid), platform.node(), getpass.getuser()
     moment = _moment(started) or datetime.datetime.now(datetime.UTC)
@@ -78,6 +89,8 @@ def _make_identity(pid: int) -> dict[str, Any]:
             "host": host,
             "pid": pid,
             "started": started,
+            "machine": machine(),
+            # Of the first one on every Linux the same.
             "space": os.readlink(space) if space.is_symlink() else "",
         },
     }

@@ -92,12 +92,12 @@ def duration(seconds: float) -> str:
 
 def same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Tell whether two controllers are the same run."""
-    return all(one.get(name) == other.get(name) for name in ("host", "pid", "started"))
+    return same_machine(one, other) and all(one.get(name) == other.get(name) for name in ("pid", "started"))
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether a process id means the same to both: the same host, and the same space of processes on it."""
-    return one.get("host") == other.get("host") and one.get("space", "") == other.get("space", "")
+    """Tell whether a process id means the same to both: the same machine, and the same space of processes on it."""
+    return all(one.get(name, "") == other.get(name, "") for name in ("host", "machine", "space"))
 
 
 def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:

@@ -53,7 +53,7 @@ options:
     type: str
     default: ""
   controller:
-    description: The controller's host, and the process there. Set by the action.
+    description: The controller's machine, and the process there. Set by the action.
     type: dict
     default: {}
   seen_rollout:

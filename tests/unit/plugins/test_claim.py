@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,9 @@ from ansible_collections.serving.gpu_node.plugins.modules import claim
 
 from tests.unit.plugins.module_runner import run_module
 
-ALICE = {"host": "ctl", "pid": 10, "started": "Tue Dec 1 08:00:00 2026", "space": "pid:[1]"}
-BOB = {"host": "ctl", "pid": 11, "started": "Tue Dec 1 09:00:00 2026", "space": "pid:[1]"}
-FAR = {"host": "far", "pid": 10, "started": "Tue Dec 1 08:00:00 2026", "space": "pid:[1]"}
+ALICE = {"host": "ctl", "machine": "m1", "pid": 10, "started": "Tue Dec 1 08:00:00 2026", "space": "pid:[1]"}
+BOB = {**ALICE, "pid": 11, "started": "Tue Dec 1 09:00:00 2026"}
+FAR = {**ALICE, "host": "far"}
 OLD, NEW, OTHER = "0" * 12, "1" * 12, "2" * 12
 BOTH = {"0": NEW, "1": NEW}
 NOW = 1_000_000.0
@@ -154,7 +155,7 @@ def test_a_rollout_whose_controller_is_gone_is_taken_over() -> None:
     assert "takes over: rollout a of alice@ctl" in verdict.note
 
 
-@pytest.mark.parametrize("theirs", [FAR, {**ALICE, "space": "pid:[2]"}])
+@pytest.mark.parametrize("theirs", [FAR, {**ALICE, "space": "pid:[2]"}, {**ALICE, "machine": "m2"}])
 def test_another_controller_is_left_alone_until_its_lease_is_over(theirs: dict[str, Any]) -> None:
     held = record(controller=theirs, renewed=NOW - 100)
     refused = decide(held, wish(lease=100), seen())
@@ -387,6 +388,15 @@ def test_all_workers_of_a_run_are_the_same_rollout(tmp_path: Path) -> None:
     assert first["rollout"].endswith(f"-{os.getpid()}")
     assert first["controller"]["pid"] == os.getpid()
     assert claim_action.still_runs(first["controller"])
+
+
+def test_a_machine_is_told_from_another_one_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "boot_id").write_text("one-start-of-one-machine\n")
+    monkeypatch.setattr(claim_action, "_BOOT_ID", tmp_path / "boot_id")
+    controller = claim_action.identity(tmp_path, os.getpid())["controller"]
+    assert controller["machine"] == "one-start-of-one-machine"
+    monkeypatch.setattr(claim_action, "_BOOT_ID", tmp_path / "none")
+    assert claim_action.machine() == f"{uuid.getnode():012x}"
 
 
 def test_a_process_that_ended_runs_no_more() -> None:
