@@ -80,9 +80,8 @@ def test_one_card_has_no_ways_and_sums_up_alone() -> None:
 def test_every_way_between_cards() -> None:
     first, *rows = load("pairs", "--mib", "64")
     assert len(rows) == COUNT * (COUNT - 1)
-    names = first["cards"]
-    named = [{**row, "from": names[row["item"][0]], "to": names[row["item"][1]]} for row in rows]
-    assert cards.pairs(named, [names], 1).verdict in ("pass", "warn"), rows
+    named = cards.named_ways(rows, first["cards"])
+    assert cards.pairs(named, [first["cards"]], 1).verdict in ("pass", "warn"), rows
 
 
 @two_cards

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from gpu_node_accept import node, run
@@ -25,6 +26,9 @@ class Handler(BaseHTTPRequestHandler):
     """An engine that answers at once, and always the same."""
 
     hits = 0
+    slow_s = 0.0
+    # When each stream began and ended, and its prompt.
+    streams: ClassVar[list[tuple[float, float, list[int]]]] = []
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -51,6 +55,9 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"choices": [{"message": {"content": "2, 3, 5"}}], "usage": {"completion_tokens": 9}}
             return self._send(json.dumps(answer))
         type(self).hits += len(body["prompt"])
+        began = time.monotonic()
+        time.sleep(self.slow_s)
+        self.streams.append((began, time.monotonic(), body["prompt"]))
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
         events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
         text = "".join(f"data: {json.dumps(item)}\n\n" for item in events) + "data: [DONE]\n\n"
@@ -133,7 +140,7 @@ def test_standard_on_a_node_without_cards(port: int, tmp_path: Path, monkeypatch
         "kv_tokens": "pass",
     }
     cards = [check for check in report["checks"] if check["part"] == "Cards"]
-    assert len(cards) == 10
+    assert len(cards) == 11
     assert {(check["verdict"], check["why"]) for check in cards} == {("not run", "profile cpu has no GPUs")}
     # What means nothing here leaves nothing open.
     assert (report["result"], report["counts"]["open"]) == ("pass", 0)
@@ -209,6 +216,14 @@ def smi(processes: str) -> Any:
     return with_cards
 
 
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release whose image has the load program."""
+    monkeypatch.setattr(run, "RELEASES", tmp_path)
+    release = tmp_path / "0/current/release.json"
+    release.parent.mkdir(parents=True)
+    release.write_text(json.dumps({"image": {"ref": "localhost/i:1"}}))
+
+
 def test_a_card_that_was_swapped_since_it_was_served(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,8 +239,9 @@ def test_a_card_that_was_swapped_since_it_was_served(
 
 def test_busy_cards_are_read_under_their_own_load(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "run", smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n"))
-    monkeypatch.setattr(run.Acceptance, "_generate", lambda self, seconds: None)
+    monkeypatch.setitem(run.BUSY_S, "standard", 0.1)
     report, found = verdicts(cuda(port), tmp_path)
+    assert found["gpu_load"] == "pass"
     assert found["gpu_link"] == found["gpu_throttle"] == found["gpu_temperature"] == found["gpu_power"] == "pass"
     assert found["gpu_pairs"] == found["gpu_all_reduce"] == "not run"
     assert "4711 (python3)" in str(report["checks"]) and "gpu-node leave" in str(report["checks"])
@@ -234,13 +250,61 @@ def test_busy_cards_are_read_under_their_own_load(port: int, tmp_path: Path, mon
 
 def test_without_load_idle_cards_are_no_answer(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "run", smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n"))
-
-    def breaks(self: run.Acceptance, seconds: float) -> None:
-        raise CheckError("replica 0 does not generate")
-
-    monkeypatch.setattr(run.Acceptance, "_generate", breaks)
-    _, found = verdicts(cuda(port), tmp_path)
+    asked = cuda(port)
+    asked["replicas"][0]["port"] = 1
+    began = time.monotonic()
+    report, found = verdicts(asked, tmp_path)
+    # An engine that ends under load is a finding, and the others need not go on.
+    assert found["gpu_load"] == "fail" and time.monotonic() - began < 10
+    assert "replica 0 does not generate" in str(report["checks"])
     assert found["gpu_link"] == found["gpu_throttle"] == found["gpu_temperature"] == found["gpu_power"] == "not run"
+
+
+def test_a_burn_in_of_a_serving_node_lasts_and_takes_all_sequences(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "run", smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n"))
+    assert run.BUSY_S["full"] == 300
+    monkeypatch.setitem(run.BUSY_S, "full", 1.5)
+    monkeypatch.setattr(Handler, "streams", [])
+    monkeypatch.setattr(Handler, "slow_s", 0.1)
+    asked = cuda(port, level="full")
+    asked["replicas"][0]["engine_args"]["max-num-seqs"] = 12
+    report, found = verdicts(asked, tmp_path)
+    load = next(check for check in report["checks"] if check["id"] == "gpu_load")
+    assert (load["verdict"], "12 requests at once" in load["seen"]) == ("pass", True), load
+    assert load["seconds"] >= 1.5
+    assert found["gpu_link"] == "pass"
+    # No other check asks with a quarter of the window.
+    work = [stream for stream in Handler.streams if len(stream[2]) == 512]
+    assert work[-1][0] - work[0][0] > 1
+    at_once = [sum(began <= start < ended for began, ended, _ in work) for start, _, _ in work]
+    assert max(at_once) == 12
+    # Each prompt is another one: the prefix cache takes no work away.
+    assert len({tuple(prompt) for _, _, prompt in work}) == len(work) > 24
+
+
+def test_what_the_load_brings_about_counts(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's log and the cards' memory errors are read after the load."""
+    said: list[str] = []
+    ran = smi(f"{CARD['uuid']}, 4711, /usr/bin/python3\n")
+
+    def breaks_under_load(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        if argv[0] == "journalctl":
+            return 0, "\n".join(said)
+        code, text = ran(argv, timeout_s)
+        zero = "<sram_uncorrectable_parity>0<"
+        assert zero in XML
+        return code, text.replace(zero, zero.replace("0", "3")) if said else text
+
+    def generate(self: run.Acceptance, seconds: float, streams: Sequence[int]) -> list[int]:
+        said.append("NVRM: Xid (PCI:0000:00:06): 79, pid=1, GPU has fallen off the bus.")
+        return [1]
+
+    monkeypatch.setattr(node, "run", breaks_under_load)
+    monkeypatch.setattr(run.Acceptance, "_generate", generate)
+    _, found = verdicts(cuda(port), tmp_path)
+    assert (found["gpu_load"], found["gpu_xid"], found["gpu_ecc"]) == ("pass", "fail", "fail")
 
 
 def test_free_cards_are_loaded_in_the_serving_image(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,19 +314,63 @@ def test_free_cards_are_loaded_in_the_serving_image(port: int, tmp_path: Path, m
         image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str], s: float
     ) -> list[dict[str, Any]]:
         loads.append([image, *uuids, arguments[0]])
-        return [{"cards": list(uuids)}]
+        return [{"cards": list(uuids)}, *told]
 
     monkeypatch.setattr(node, "run", smi(""))
     monkeypatch.setattr(node, "gpu_load", load)
-    monkeypatch.setattr(run, "RELEASES", tmp_path)
-    release = tmp_path / "0/current/release.json"
-    release.parent.mkdir(parents=True)
-    release.write_text(json.dumps({"image": {"ref": "localhost/i:1"}}))
-    _, found = verdicts(cuda(port), tmp_path)
-    assert found["gpu_link"] == "pass"
+    served(tmp_path, monkeypatch)
+    told: list[dict[str, Any]] = [{"cards": 1, "tflops": 312.5, "seconds": 15.1}]
+    report, found = verdicts(cuda(port), tmp_path)
+    assert found["gpu_load"] == found["gpu_link"] == "pass"
+    assert "the load program, 15 s, 312.5 TFLOPS in sum" in str(report["checks"])
     # One card: nothing between cards.
     assert loads == [["localhost/i:1", CARD["uuid"], "load"]]
     assert found["gpu_pairs"] == found["gpu_all_reduce"] == "not run"
+    assert report["data"] == {}
+    # A load that broke, or was ended from outside, is a finding.
+    for broken in ([{"error": "CUDA error: device-side assert"}], []):
+        told[:] = broken
+        _, found = verdicts(cuda(port), tmp_path)
+        assert (found["gpu_load"], found["gpu_link"]) == ("fail", "not run")
+
+
+OTHER = {"pci_address": "0000:00:07.0", "uuid": "GPU-00000000-0000-0000-0000-000000000001"}
+
+
+def test_what_was_measured_between_cards_is_in_the_report(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"bytes": 8, "us": 21.5, "bus_gb_s": 0.0, "correct": True}
+
+    def load(
+        image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str], s: float
+    ) -> list[dict[str, Any]]:
+        ways = [
+            {"item": [0, 1], "gb_s": 50.5, "correct": True, "peer": True},
+            {"item": [1, 0], "error": "hung: nothing within 30 s"},
+        ]
+        rows = {
+            "load": [{"cards": 2, "tflops": 600.0, "seconds": 15.0}],
+            "pairs": ways,
+            "allreduce": [size, {"error": "hung in an all-reduce"}],
+        }
+        return [{"cards": list(reversed(uuids)), "nccl": "2.31.2"}, *rows[arguments[0]]]
+
+    monkeypatch.setattr(node, "run", smi(""))
+    monkeypatch.setattr(node, "gpu_load", load)
+    served(tmp_path, monkeypatch)
+    asked = cuda(port)
+    asked["replicas"][0]["gpus"] = [CARD, OTHER]
+    report, found = verdicts(asked, tmp_path)
+    assert report["data"] == {
+        "pairs": [
+            {"from": "0000:00:07.0", "to": "0000:00:06.0", "gb_s": 50.5, "correct": True, "peer": True},
+            {"from": "0000:00:06.0", "to": "0000:00:07.0", "error": "hung: nothing within 30 s"},
+        ],
+        "all_reduce": {"replica 0": {"sizes": [size], "error": "hung in an all-reduce", "nccl": "2.31.2"}},
+    }
+    assert found["gpu_pairs"] == found["gpu_all_reduce"] == "fail"
+    assert "0000:00:06.0 to 0000:00:07.0: hung" in str(report["checks"])
 
 
 def test_a_held_node_says_what_is_open(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,10 +276,21 @@ def each(cards: Iterable[Sequence[Card]], look: Any) -> Outcome:
 # --- what the load program tells
 
 
+def named_ways(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of the load program that tell of a way, with the names of its cards in place of their numbers."""
+    found = []
+    for row in rows:
+        if "item" in row:
+            source, target = row["item"]
+            told = {key: value for key, value in row.items() if key != "item"}
+            found.append({"from": names[source], "to": names[target], **told})
+    return found
+
+
 def pairs(rows: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]], floor: float) -> Outcome:
     """Copies from card to card, each way of each pair.
 
-    :param rows: ``from``, ``to`` (UUIDs), and ``gb_s`` with ``peer`` and ``correct``, or ``error``.
+    :param rows: ``from``, ``to`` (names of cards), and ``gb_s`` with ``peer`` and ``correct``, or ``error``.
     :param groups: the cards of each replica; between two replicas nothing is copied while serving.
     """
     if not rows:
@@ -289,7 +300,7 @@ def pairs(rows: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]], floor
     wanted = f"the right data, {floor:g} GB/s at least inside a replica"
     remedy = "IOMMU off or passthrough, ACS off (host_settings_iommu, host_settings_acs_redirect)"
     for row in rows:
-        name = f"{row['from'][:12]} to {row['to'][:12]}"
+        name = f"{row['from']} to {row['to']}"
         mine = (row["from"], row["to"]) in inside
         if row.get("error"):
             outcomes.append(failed(f"{name}: {row['error']}", wanted, remedy))

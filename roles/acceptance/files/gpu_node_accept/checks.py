@@ -90,7 +90,7 @@ class Book:
         said = check.why if check.verdict == NOT_RUN else check.seen
         self._say(f"{check.verdict:<8}{check.target}: {check.what}: {said}"[:400])
 
-    def run(self, title: Title, target: str, find: Callable[[], Outcome]) -> None:
+    def run(self, title: Title, target: str, find: Callable[[], Outcome]) -> Outcome:
         """Find the outcome out; an expected error of the way there is the check's failure."""
         began = self._clock()
         try:
@@ -101,6 +101,7 @@ class Book:
             # The other checks must still run; what broke is a finding of its own.
             outcome = failed(f"{type(error).__name__}: {error}"[:300], "an answer", "look at the node's journal")
         self.add(title, target, outcome, self._clock() - began)
+        return outcome
 
 
 class CheckError(Exception):

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_node_accept import answers, cards, engine_report, limits, node
 from gpu_node_accept.cards import Card
-from gpu_node_accept.checks import Book, CheckError, Outcome, Title, counts, failed, not_here, not_run, passed, result
+from gpu_node_accept.checks import (
+    PASS,
+    Book,
+    CheckError,
+    Outcome,
+    Title,
+    counts,
+    failed,
+    not_here,
+    not_run,
+    passed,
+    result,
+)
 from gpu_node_accept.server import Metrics, Server, read_key
 
 ENGINE_ENV = Path("/etc/gpu-node/secrets/engine.env")
@@ -24,6 +37,9 @@ PROGRAM = Path(__file__).resolve().parents[1]
 LEVELS = ("smoke", "standard", "full")
 FREE_THEM = "free the cards: `gpu-node leave ID` (ID: `gpu-node status`), then this again, then `gpu-node rollout ID`"
 BUSY_S = {"standard": 15.0, "full": 300.0}
+# Requests at once on each engine: enough that its cards leave idle. A burn-in takes all that the plan allows.
+FEW_STREAMS = 4
+STREAM_S = 300.0
 
 
 def smoke_checks(book: Book, table: Sequence[dict[str, Any]]) -> None:
@@ -59,6 +75,7 @@ class Acceptance:
         self.held = node.HELD.exists()
         self.versions: dict[str, str] = {}
         self.status: list[dict[str, Any]] = []
+        self.data: dict[str, Any] = {}
 
     # --- the whole
 
@@ -83,8 +100,7 @@ class Acceptance:
         book, target = self.book, "cards"
         titles = {
             "gpu_presence": "the plan's cards are there",
-            "gpu_ecc": "memory errors",
-            "gpu_xid": "errors in the kernel's log since boot",
+            "gpu_load": "cards at work",
             "gpu_link": "PCIe speed and width under load",
             "gpu_throttle": "slowdown by heat or power supply",
             "gpu_temperature": "temperature under load",
@@ -92,6 +108,8 @@ class Acceptance:
             "gpu_pairs": "copies from card to card",
             "gpu_all_reduce": "all-reduce",
             "gpu_dcgm": "DCGM's diagnostics",
+            "gpu_ecc": "memory errors",
+            "gpu_xid": "errors in the kernel's log since boot",
         }
         title = {name: Title(name, "Cards", what) for name, what in titles.items()}
         if self.request["device"] != "cuda":
@@ -108,13 +126,20 @@ class Acceptance:
         served = [gpu for replica in self.replicas for gpu in self._release(replica).get("gpus") or replica["gpus"]]
         book.run(title["gpu_presence"], target, lambda: cards.presence(found, served))
         mine = [card for card in found if card.uuid in self.uuids]
-        book.run(title["gpu_ecc"], target, lambda: cards.each([[card] for card in mine], lambda one: cards.ecc(one[0])))
-        book.run(title["gpu_xid"], target, self._xids)
         taken = node.compute_processes(self.uuids)
-        samples, why = self._under_load(mine, taken)
-        self._look_at_load(title, samples, why)
+        watch = node.Watch()
+        with watch.running():
+            load = book.run(title["gpu_load"], target, lambda: self._load(taken))
+        self._look_at_load(title, watch.samples, load)
         self._between(title, taken, mine)
         self._dcgm(title["gpu_dcgm"], taken)
+        # Last: what the load brought about counts.
+        book.run(title["gpu_ecc"], target, self._ecc)
+        book.run(title["gpu_xid"], target, self._xids)
+
+    def _ecc(self) -> Outcome:
+        mine = [[card] for card in node.cards() if card.uuid in self.uuids]
+        return cards.each(mine, lambda one: cards.ecc(one[0]))
 
     def _xids(self) -> Outcome:
         try:
@@ -123,62 +148,59 @@ class Acceptance:
             return not_run(str(error), "journalctl -k as root on the node")
         return cards.xids(messages, self.gpus)
 
-    def _under_load(self, mine: Sequence[Card], taken: Sequence[str]) -> tuple[dict[str, list[Card]], str]:
-        """Samples of each card while it works: by the engines that have it, or by the load program when nobody has.
-
-        The second value says why there was no load.
-        """
-        watch = node.Watch()
+    def _load(self, taken: Sequence[str]) -> Outcome:
+        """Have the cards work: by the engines that have them, or by the load program when nobody has."""
         seconds = BUSY_S[self.level]
-        try:
-            if self.held or not self.replicas or not taken:
-                if taken:
-                    raise CheckError(f"others have memory on them: {', '.join(taken[:4])}")
-                self._say(f"load on {len(mine)} cards, {seconds:.0f} s")
-                with watch.running():
-                    rows = node.gpu_load(
-                        self._image(), self.uuids, PROGRAM, ["load", "--seconds", str(seconds)], seconds + 400
-                    )
-                if errors := [str(row["error"]) for row in rows if row.get("error")]:
-                    raise CheckError(errors[0])
-            else:
-                self._say("the engines generate, 15 s")
-                with watch.running():
-                    self._generate(15)
-        except CheckError as error:
-            return watch.samples or {card.uuid: [card] for card in mine}, str(error)
-        return watch.samples, ""
+        wanted = f"{seconds:.0f} s without an error"
+        if not taken:
+            self._say(f"load on {len(self.uuids)} cards, {seconds:.0f} s")
+            rows = node.gpu_load(self._image(), self.uuids, PROGRAM, ["load", "--seconds", str(seconds)], seconds + 400)
+            error = next((str(row["error"]) for row in rows if row.get("error")), "")
+            done = next((row for row in rows if "tflops" in row), None)
+            if error or done is None:
+                return failed(error or "the load program was ended", wanted, "look for Xid in the kernel's log")
+            return passed(f"the load program, {done['seconds']:.0f} s, {done['tflops']} TFLOPS in sum", wanted)
+        if self.held or not self.replicas:
+            return not_run(f"others have memory on them: {', '.join(taken[:4])}", FREE_THEM, wanted)
+        streams = [FEW_STREAMS if self.level == "standard" else self._sequences(one) for one in self.replicas]
+        how = f"{' and '.join(map(str, streams))} requests at once"
+        self._say(f"the engines generate, {how}, {seconds:.0f} s")
+        tokens = self._generate(seconds, streams)
+        return passed(f"the engines, {seconds:.0f} s, {how}: {len(tokens)} answers, {sum(tokens):,} tokens", wanted)
 
-    def _generate(self, seconds: float) -> None:
-        """Have every engine generate, so that its cards work."""
+    def _generate(self, seconds: float, streams: Sequence[int]) -> list[int]:
+        """Have every engine answer so many requests at once, so that its cards work; the tokens of each answer."""
         ends = time.monotonic() + seconds
+        # Each prompt is another one, or the prefix cache would take the work away.
+        seeds = itertools.count(self.seed)
         errors: list[str] = []
+        done: list[int] = []
 
-        def one(replica: dict[str, Any], number: int) -> None:
+        def one(replica: dict[str, Any]) -> None:
+            length = min(2048, max(64, self._window(replica) // 4))
             try:
                 server = self._server(replica)
-                while time.monotonic() < ends:
-                    prompt = answers.token_prompt(2048, self.seed + number + int(time.monotonic() * 1000))
-                    length = min(2048, max(64, self._window(replica) // 4))
-                    server.stream({"prompt": prompt[:length], "max_tokens": 64, "ignore_eos": True}, 300)
+                while time.monotonic() < ends and not errors:
+                    body = {"prompt": answers.token_prompt(length, next(seeds)), "max_tokens": 64, "ignore_eos": True}
+                    answer = server.stream(body, STREAM_S)
+                    done.append(answer.prompt_tokens + answer.completion_tokens)
             except CheckError as error:
                 errors.append(f"replica {replica['index']} does not generate: {error}")
 
-        threads = [threading.Thread(target=one, args=(r, n), daemon=True) for r in self.replicas for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + 320)
+        work = [replica for replica, count in zip(self.replicas, streams, strict=True) for _ in range(count)]
+        with ThreadPoolExecutor(len(work)) as pool:
+            list(pool.map(one, work))
         if errors:
             raise CheckError(errors[0])
+        return done
 
-    def _look_at_load(self, title: dict[str, Title], samples: dict[str, list[Card]], why: str) -> None:
+    def _look_at_load(self, title: dict[str, Title], samples: dict[str, list[Card]], load: Outcome) -> None:
         every = [samples[uuid] for uuid in self.uuids if samples.get(uuid)]
         book = self.book
-        if why:
+        if load.verdict != PASS:
             # Idle cards lower the speed of their link, and are cool: nothing of that is an answer.
             for name in ("gpu_link", "gpu_throttle", "gpu_temperature", "gpu_power"):
-                book.add(title[name], "cards", not_run(f"there was no load: {why}", FREE_THEM))
+                book.add(title[name], "cards", not_run(f"there was no load: {load.seen or load.why}", FREE_THEM))
             return
         book.run(title["gpu_link"], "cards", lambda: cards.each(every, cards.link))
         book.run(title["gpu_throttle"], "cards", lambda: cards.each(every, lambda one: cards.throttling(one, True)))
@@ -187,6 +209,8 @@ class Acceptance:
 
     def _between(self, title: dict[str, Title], taken: Sequence[str], mine: Sequence[Card]) -> None:
         groups = [[gpu["uuid"] for gpu in replica["gpus"]] for replica in self.replicas]
+        # A person finds a card by its slot.
+        address = {card.uuid: card.pci for card in mine}
         floors = [card.data for card in mine] or [cards.DATA["generic"]]
         if taken:
             why = f"processes have the cards: {', '.join(taken[:4])}"
@@ -205,28 +229,28 @@ class Acceptance:
             # Each way may pass its limit, and then a worker starts anew.
             whole = 200 + count * (count - 1) * 10 + 4 * (limit + 200)
             rows = node.gpu_load(self._image(), self.uuids, PROGRAM, arguments, whole)
-            names = next(row["cards"] for row in rows if "cards" in row)
-            found = [
-                {**row, "from": names[row["item"][0]], "to": names[row["item"][1]]} for row in rows if "item" in row
-            ]
+            names = [address.get(uuid, uuid) for uuid in next(row["cards"] for row in rows if "cards" in row)]
+            found = cards.named_ways(rows, names)
+            self.data["pairs"] = found
             if len(found) != count * (count - 1):
                 raise CheckError(f"{len(found)} of {count * (count - 1)} ways were looked at")
-            return cards.pairs(found, groups, floor)
+            return cards.pairs(found, [[address.get(uuid, uuid) for uuid in group] for group in groups], floor)
 
         self.book.run(title["gpu_pairs"], "cards", pairs)
         for replica, group in zip(self.replicas, groups, strict=True):
             target = f"replica {replica['index']}"
-            self.book.run(title["gpu_all_reduce"], target, partial(self._sum, group, limit, floors))
+            self.book.run(title["gpu_all_reduce"], target, partial(self._sum, target, group, limit, floors))
 
-    def _sum(self, group: Sequence[str], limit: float, floors: Sequence[dict[str, Any]]) -> Outcome:
+    def _sum(self, target: str, group: Sequence[str], limit: float, floors: Sequence[dict[str, Any]]) -> Outcome:
         if len(group) < 2:
             return not_here("the replica has one card")
         rows = node.gpu_load(self._image(), group, PROGRAM, ["allreduce", "--limit", str(limit)], 400 + 6 * limit)
         error = next((str(row["error"]) for row in rows if row.get("error")), "")
         nccl = next((row.get("nccl") for row in rows if "cards" in row), None)
         sizes = [row for row in rows if "bus_gb_s" in row]
-        floor = min(one["all_reduce_gb_s"] for one in floors)
-        return cards.all_reduce({"sizes": sizes, "error": error, "nccl": nccl}, floor)
+        found = {"sizes": sizes, "error": error, "nccl": nccl}
+        self.data.setdefault("all_reduce", {})[target] = found
+        return cards.all_reduce(found, min(one["all_reduce_gb_s"] for one in floors))
 
     def _dcgm(self, title: Title, taken: Sequence[str]) -> None:
         level = 3 if self.level == "full" else 1
@@ -258,6 +282,10 @@ class Acceptance:
 
     def _server(self, replica: dict[str, Any]) -> Server:
         return Server(int(replica["port"]), read_key(ENGINE_ENV), str(self.request["served_model_name"]))
+
+    @staticmethod
+    def _sequences(replica: dict[str, Any]) -> int:
+        return int(replica["engine_args"].get("max-num-seqs") or 1)
 
     @staticmethod
     def _window(replica: dict[str, Any]) -> int:
@@ -362,7 +390,7 @@ class Acceptance:
         request, window, index = self.request, self._window(replica), int(replica["index"])
         timeout = float(request["limit_timeout"])
         seed = self.seed + 100000 * (index + 1)
-        count = int(replica["engine_args"].get("max-num-seqs") or 1)
+        count = self._sequences(replica)
         tokens = int(request["concurrency_tokens"])
         check(
             "full_window", "Limits", "a prompt of the whole window",
@@ -410,6 +438,7 @@ def report_of(acceptance: Acceptance, began: float, ended: float) -> dict[str, A
         "counts": counts(checks),
         "releases": {str(row.get("index")): row.get("release") for row in acceptance.status},
         "versions": acceptance.versions,
+        "data": acceptance.data,
         "checks": [check.as_row() for check in checks],
     }
 
