@@ -114,12 +114,18 @@ th { font-size: .8rem; font-weight: 600; color: var(--soft); border-top: 0; }
 th:nth-child(1) { width: 10%; } th:nth-child(2) { width: 10%; } th:nth-child(3) { width: 17%; }
 th:nth-child(4), th:nth-child(5) { width: 22%; }
 td.none { color: var(--soft); }
+.wide { overflow-x: auto; }
+.figures { width: auto; table-layout: auto; font-variant-numeric: tabular-nums; }
+.figures th, .figures td { width: auto !important; text-align: right; white-space: nowrap; padding: .35rem .7rem;
+  vertical-align: baseline; }
+.figures th { font-size: .875rem; } .figures tbody th { border-top: 1px solid var(--line); }
 @media (max-width: 720px) {
-  thead { display: none; } table, tbody, tr, td { display: block; width: auto !important; }
-  tr { padding: .6rem .8rem; border-top: 1px solid var(--line); } tr:first-child { border-top: 0; }
-  td { padding: .08rem 0; border: 0; }
+  .checks thead { display: none; }
+  .checks, .checks tbody, .checks tr, .checks td { display: block; width: auto !important; }
+  .checks tr { padding: .6rem .8rem; border-top: 1px solid var(--line); } .checks tr:first-child { border-top: 0; }
+  .checks td { padding: .08rem 0; border: 0; }
   td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); }
-  td.none { display: none; } td.verdict, td.target { display: inline; }
+  .checks td.none { display: none; } .checks td.verdict, .checks td.target { display: inline; }
   td.target { color: var(--soft); margin-left: .5rem; }
   td.what { font-weight: 600; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
@@ -156,7 +162,70 @@ def _row(check: dict[str, Any]) -> str:
 def _part(name: str, checks: list[dict[str, Any]]) -> str:
     heads = "".join(f"<th>{word}</th>" for word in ("Verdict", "Of", "Check", "Seen", "Wanted", "Remedy"))
     rows = "\n".join(_row(check) for check in checks)
-    return f"<h2>{escape(name)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>"
+    table = f'<table class="checks"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>'
+    return f"<h2>{escape(name)}</h2>\n{table}"
+
+
+def _short(address: str) -> str:
+    """Return a card's address without the domain that nearly every machine has alone."""
+    return address.removeprefix("0000:")
+
+
+def _way(row: dict[str, Any] | None) -> str:
+    """Return the cell of one way from card to card."""
+    if row is None:
+        return "<td>-</td>"
+    if row.get("error"):
+        return f'<td class="fail" title="{escape(row["error"])}">{escape(row["error"].partition(":")[0])}</td>'
+    if not row["correct"]:
+        return '<td class="fail">other data</td>'
+    if not row["peer"]:
+        return f'<td class="warn">{row["gb_s"]:.1f} by host</td>'
+    return f"<td>{row['gb_s']:.1f}</td>"
+
+
+def _pairs(rows: list[dict[str, Any]]) -> str:
+    """Return the copies from card to card as a table by the cards' addresses."""
+    ways = {(row["from"], row["to"]): row for row in rows}
+    names = sorted({name for way in ways for name in way})
+    heads = "".join(f'<th scope="col">{escape(_short(name))}</th>' for name in names)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(_short(one))}</th>{"".join(_way(ways.get((one, to))) for to in names)}</tr>'
+        for one in names
+    )
+    return _figures("Copies from card to card, GB/s", "from \\ to", heads, body)
+
+
+def _sums(by_replica: dict[str, Any]) -> str:
+    """Return the all-reduce of each replica's cards as a table by size."""
+    cells = {(target, row["bytes"]): row for target, found in by_replica.items() for row in found["sizes"]}
+    heads = "".join(f'<th scope="col">{escape(target)}</th>' for target in by_replica)
+    body = "\n".join(
+        f'<tr><th scope="row">{size:,}</th>{"".join(_sum(cells.get((target, size))) for target in by_replica)}</tr>'
+        for size in sorted({size for _, size in cells})
+    )
+    return _figures("All-reduce over a replica's cards", "bytes", heads, body)
+
+
+def _sum(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "<td>-</td>"
+    if not row["correct"]:
+        return '<td class="fail">wrong sum</td>'
+    return f"<td>{row['us']:,.1f} &micro;s, {row['bus_gb_s']:.1f} GB/s</td>"
+
+
+def _figures(name: str, corner: str, heads: str, body: str) -> str:
+    head = f'<tr><th scope="col">{escape(corner)}</th>{heads}</tr>'
+    table = f'<table class="figures"><thead>{head}</thead><tbody>\n{body}\n</tbody></table>'
+    return f'<h2>{escape(name)}</h2>\n<div class="wide">{table}</div>'
+
+
+def _measured(data: dict[str, Any]) -> str:
+    """Return what was measured as tables; nothing where nothing was."""
+    tables = [_pairs(data["pairs"])] if data.get("pairs") else []
+    tables += [_sums(data["all_reduce"])] if data.get("all_reduce") else []
+    return "\n".join(tables)
 
 
 def report_page(report: dict[str, Any]) -> str:
@@ -191,6 +260,7 @@ def report_page(report: dict[str, Any]) -> str:
 <dl>{listed}</dl>
 {todo}
 {tables}
+{_measured(report.get("data") or {})}
 </main>
 </body>
 </html>

@@ -77,6 +77,72 @@ def test_the_page_is_whole_by_itself() -> None:
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
+def way(one: str, to: str, **more: Any) -> dict[str, Any]:
+    return {"from": f"0000:{one}:00.0", "to": f"0000:{to}:00.0", "gb_s": 52.04, "correct": True, "peer": True, **more}
+
+
+class Tables(HTMLParser):
+    """The cells of the tables of figures, row by row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._inside = self._cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self._inside = ("class", "figures") in attrs
+        elif tag == "tr" and self._inside:
+            self.rows.append([])
+        self._cell = self._inside and tag in ("td", "th")
+        if self._cell:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.rows[-1][-1] += data
+
+
+def test_the_ways_between_cards_are_a_table_by_address() -> None:
+    rows = [
+        way("01", "c1"),
+        {"from": "0000:c1:00.0", "to": "0000:01:00.0", "error": "hung: nothing within 30 s"},
+        way("01", "e1", peer=False, gb_s=6.0),
+        way("e1", "01", correct=False),
+    ]
+    text = report_page({**REPORT, "data": {"pairs": rows}})
+    assert Tables(text).rows == [
+        ["from \\ to", "01:00.0", "c1:00.0", "e1:00.0"],
+        ["01:00.0", "-", "52.0", "6.0 by host"],
+        ["c1:00.0", "hung", "-", "-"],
+        ["e1:00.0", "other data", "-", "-"],
+    ]
+    assert 'title="hung: nothing within 30 s"' in text
+
+
+def test_the_sums_over_cards_are_a_table_by_size() -> None:
+    small = {"bytes": 8, "us": 21.5, "bus_gb_s": 0.0, "correct": True}
+    large = {"bytes": 67108864, "us": 3355.44, "bus_gb_s": 30.04, "correct": True}
+    found = {
+        "replica 0": {"sizes": [small, large], "error": "", "nccl": "2.31.2"},
+        "replica 1": {"sizes": [{**small, "correct": False}], "error": "hung in an all-reduce", "nccl": "2.31.2"},
+    }
+    assert Tables(report_page({**REPORT, "data": {"all_reduce": found}})).rows == [
+        ["bytes", "replica 0", "replica 1"],
+        ["8", "21.5 \u00b5s, 0.0 GB/s", "wrong sum"],
+        ["67,108,864", "3,355.4 \u00b5s, 30.0 GB/s", "-"],
+    ]
+
+
+def test_a_report_without_measurements_has_no_such_table() -> None:
+    for report in (REPORT, {**REPORT, "data": {}}):
+        assert Tables(report_page(report)).rows == []
+
+
 def test_only_what_is_needed_is_asked_with() -> None:
     replica = {"index": 0, "unit": "u", "port": 1, "gpus": [], "engine_args": {}, "env": {"TOKEN": "x"}}
     assert requested_replicas([replica]) == [{"index": 0, "unit": "u", "port": 1, "gpus": [], "engine_args": {}}]
