@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import read_value
 
 _B200 = "a data center Blackwell card (sm_100)"
 _HOPPER = "a Hopper card (sm_90)"
@@ -91,26 +92,16 @@ def _canonical(name: str) -> str:
     return _ALIASES.get(first, first) + dot + rest
 
 
-def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """Return the mapping that a value is, or that its JSON text means."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, Mapping) else None
-
-
 def _flat(engine_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield whole name, name as given, and value of every argument, and of every part of those that are mappings."""
     waiting = [(_canonical(str(key)), str(key), value) for key, value in engine_args.items()]
     while waiting:
         name, given, value = waiting.pop(0)
-        parts = _parts(value)
-        if parts is None:
-            yield name, given, value
-        else:
+        parts = read_value(value)
+        if isinstance(parts, Mapping):
             waiting += [(f"{name}.{_word(key)}", f"{given}.{key}", part) for key, part in parts.items()]
+        else:
+            yield name, given, value
 
 
 def unsupported_arguments(engine_args: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ ENGINE_PYTHON=/path/to/python, a Python that has them, it runs in that one inste
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shlex
@@ -26,6 +27,7 @@ init_plugin_loader([str(ROOT / "collections")])
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.plan import build_plan  # noqa: E402
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import resolve_plan  # noqa: E402
+from ansible_collections.serving.gpu_node.plugins.module_utils.vllm_arguments import NAMES  # noqa: E402
 
 ENGINE = ROOT / "tests" / "engine"
 PROFILES = ROOT / "roles" / "serving_plan" / "vars"
@@ -70,6 +72,7 @@ Values = dict[str, Any]
 # Refused texts of the engine's file, each with a word of the reason.
 REFUSED = {
     "unknown-argument": ("nonsense: 1", "unrecognized arguments: --nonsense"),
+    "gone-argument": ("swap-space: 16", "unrecognized arguments: --swap-space"),
     "unknown-flag": ("nonsense: true", "unrecognized arguments: --nonsense"),
     "no-such-unit": ("kv-cache-memory-bytes: 18GiB", "18GiB"),
     "fraction-of-a-binary-unit": ("kv-cache-memory-bytes: 1.5G", "Decimals are not allowed"),
@@ -196,6 +199,13 @@ def in_python(python: str, sources: Path, asked: str) -> str:
     return done.stdout
 
 
+def fetch_sources() -> Path:
+    fetch = [sys.executable, str(ENGINE / "fetch_vllm.py")]
+    fetched = subprocess.run(fetch, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1900, check=False)
+    assert fetched.returncode == 0, fetched.stderr
+    return Path(fetched.stdout.strip())
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
     return {
@@ -208,10 +218,7 @@ def plans() -> dict[str, Plan]:
 @pytest.fixture(scope="module")
 def parsed(request: pytest.FixtureRequest, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
     """By case what vLLM made of it: `{"values": ...}` or `{"error": ...}`."""
-    fetch = [sys.executable, str(ENGINE / "fetch_vllm.py")]
-    fetched = subprocess.run(fetch, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1900, check=False)
-    assert fetched.returncode == 0, fetched.stderr
-    sources = Path(fetched.stdout.strip())
+    sources = fetch_sources()
     cases = all_cases(plans)
     asked = json.dumps(list(cases.values()))
     python = os.environ.get("ENGINE_PYTHON")
@@ -245,6 +252,21 @@ def arrived(name: str, value: Any, values: Values) -> bool:
     return bool(have == ([value] if isinstance(have, list) and not isinstance(value, list) else value)) and (
         isinstance(have, list) or type(have) is type(value)
     )
+
+
+def test_the_names_that_the_plan_knows_are_the_parsers() -> None:
+    sources = fetch_sources() / "vllm"
+    found = set()
+    for file in ("engine/arg_utils.py", "entrypoints/common/cli_args.py"):
+        for part in ast.walk(ast.parse((sources / file).read_text())):
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "add_argument":
+                words = [word.value for word in part.args if isinstance(word, ast.Constant)]
+                found |= {word[2:] for word in words if isinstance(word, str) and word.startswith("--")}
+            # These are registered from the fields of a class.
+            if isinstance(part, ast.ClassDef) and part.name in ("BaseFrontendArgs", "FrontendArgs"):
+                fields = [item.target for item in part.body if isinstance(item, ast.AnnAssign)]
+                found |= {field.id.replace("_", "-") for field in fields if isinstance(field, ast.Name)}
+    assert found == NAMES
 
 
 @pytest.mark.parametrize("name", [*GPUS, "prose", "overridden"])
