@@ -24,6 +24,10 @@ WORKER_BYTES = 9 * GIB
 # API server and engine core together, and what allocators, page tables and page cache want besides: estimated.
 SERVER_BYTES = 8 * GIB
 MARGIN_BYTES = 16 * GIB
+# Besides, what another API server takes at least (0.6 GiB of a CPU build's was seen).
+_API_SERVER_BYTES = GIB
+# The engine's default for processed images, which each API server and the engine core keep; in SERVER_BYTES already.
+IMAGE_CACHE_GIB = 4
 # /dev/shm besides the KV offload. A tmpfs size is a limit and takes nothing until it is used: estimated, generous.
 SHM_HEADROOM_BYTES = 20 * GIB
 # What it is filled with for each GPU at least: the engine's message queues (10 chunks of 24 MiB each, vLLM's sources)
@@ -151,16 +155,17 @@ def check_window(window: int, tokens: int, *, source: str = "the 8x document") -
     )
 
 
-def vram_after_boot(kv_bytes: int, after_boot: Mapping[str, int], card_mib: int) -> Vram:
+def vram_after_boot(kv_bytes: int, after_boot: Mapping[str, int], card_mib: int, *, tables_mib: int = 0) -> Vram:
     """Estimate a card's memory after boot: what was measured, with another KV cache.
 
     :param kv_bytes: KV cache on each GPU.
     :param after_boot: the profile's ``{"kv_bytes": bytes, "mib": in use with them}``.
     :param card_mib: the card's memory.
+    :param tables_mib: Engram tables on each card, which lay in host memory when it was measured.
     """
     return Vram(
         total_mib=card_mib,
-        other_mib=int(after_boot["mib"]) - int(after_boot["kv_bytes"]) // MIB,
+        other_mib=int(after_boot["mib"]) - int(after_boot["kv_bytes"]) // MIB + tables_mib,
         kv_mib=_ceil_div(max(0, kv_bytes), MIB),
     )
 
@@ -172,6 +177,7 @@ def check_vram(
     card_mib: int | None,
     *,
     source: str = "the 8x document",
+    tables_mib: int = 0,
 ) -> Findings:
     """Refuse a KV cache that leaves too little of the card, and warn of one that leaves less than was tried.
 
@@ -180,18 +186,22 @@ def check_vram(
     :param measured_card_mib: memory of the card that was measured on.
     :param card_mib: memory of this card; None when the driver has not told yet.
     :param source: where ``after_boot`` was measured.
+    :param tables_mib: see :func:`vram_after_boot`.
     """
     total = measured_card_mib if card_mib is None else card_mib
-    vram = vram_after_boot(kv_bytes, after_boot, total)
+    vram = vram_after_boot(kv_bytes, after_boot, total, tables_mib=tables_mib)
     tried = measured_card_mib - int(after_boot["mib"])
     left = f"leave {vram.free_mib:,}" if vram.free_mib >= 0 else f"are {-vram.free_mib:,} MiB more than"
+    tables = f", with {tables_mib:,} MiB of Engram tables (engram-config.cpu_offload is off)" if tables_mib else ""
     said = (
-        f"kv_cache_memory: {gib_text(kv_bytes)} of KV cache and {vram.other_mib:,} MiB for all else ({source}) {left}"
-        f"{' of' if vram.free_mib >= 0 else ''} the card's {total:,} MiB"
+        f"kv_cache_memory: {gib_text(kv_bytes)} of KV cache and {vram.other_mib:,} MiB for all else ({source}{tables}) "
+        f"{left}{' of' if vram.free_mib >= 0 else ''} the card's {total:,} MiB"
     )
     if vram.free_mib < SMALLEST_FREE_MIB:
         largest = total - vram.other_mib - SMALLEST_FREE_MIB
         remedy = f"set it to at most {largest}M" if largest > 0 else "these cards are too small for this profile"
+        if tables_mib:
+            remedy = "leave engram-config.cpu_offload on"
         return _refuse(
             f"{said} (estimated), and {SMALLEST_FREE_MIB} MiB is the least that is known to work (the 2x document); "
             f"{remedy}"
@@ -394,6 +404,17 @@ def host_memory(
         server_bytes=server_bytes,
         margin_bytes=margin_bytes,
     )
+
+
+def server_bytes(image_cache_gib: float, servers: int) -> int:
+    """Return what API servers and engine core take.
+
+    :param image_cache_gib: ``mm-processor-cache-gb``, of each of them.
+    :param servers: ``api-server-count``.
+    """
+    more = max(0, servers - 1)
+    caches = Fraction(max(0, image_cache_gib)) * (2 + more) - 2 * IMAGE_CACHE_GIB
+    return SERVER_BYTES + more * _API_SERVER_BYTES + max(0, int(caches * GIB))
 
 
 def memory_text(need: HostMemory) -> str:

@@ -15,6 +15,8 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args impor
     DRAFTER_PATH,
     check_engine_args,
     engine_args,
+    normalise,
+    said_twice,
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import (
     Place,
@@ -42,6 +44,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.sources import (
     recipe_source,
 )
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import format_cpu_list
+from ansible_collections.serving.gpu_node.plugins.module_utils.vllm_arguments import VERSION, unknown_arguments
 
 # The engine closes an idle connection after this long; the balancer does so earlier, or a request meets a closing one.
 ENGINE_KEEPALIVE_SECONDS = 90
@@ -258,6 +261,12 @@ def _artifacts(
     return {**laid, **({"drafter": of_pack} if of_pack else {})}, problems, missing
 
 
+def _unknown_arguments(profile: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    if profile["image"]["version"] != VERSION:
+        return []
+    return unknown_arguments(normalise(name) for name in settings["engine_args"])
+
+
 def build_plan(
     profile: dict[str, Any],
     overrides: dict[str, Any],
@@ -286,6 +295,7 @@ def build_plan(
             problems += _check_balancer(asked, client_auth)
         raise PlanError(problems) from error
     wrong_args = check_engine_args(settings["engine_args"])
+    wrong_args = wrong_args or said_twice(profile["engine_args"], settings["engine_args"])
     problems = wrong_args + _check_env(profile, settings) + _check_balancer(settings, client_auth)
     artifacts, wrong, missing = _artifacts(profile, settings, sources)
     places, warnings, unplaced = _place(profile, settings, topology)
@@ -311,10 +321,14 @@ def build_plan(
         "kernels": wanted_kernels(profile, settings, overrides),
         "budgets": sums.bars,
         "expected": sums.expected,
-        "warnings": [*topology["warnings"], *warnings, *sums.warnings],
+        "warnings": [*topology["warnings"], *warnings, *sums.warnings, *_unknown_arguments(profile, settings)],
         # What has to be filled in before anything can be fetched.
         "missing": missing,
-        "container": {"memory": settings["container_memory"], "shm_size": sums.shm_size},
+        "container": {
+            "memory": settings["container_memory"],
+            "shm_size": sums.shm_size,
+            "need_bytes": sums.need_bytes,
+        },
         "balancer": {
             "address": settings["balancer_address"],
             "port": settings["balancer_port"],

@@ -34,10 +34,22 @@ class Budget:
     expected: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    # Of one replica; None where nothing but the cap is known.
+    need_bytes: int | None = None
 
 
 def _bar(name: str, used: float, total: float, unit: str, basis: str, detail: str = "") -> dict[str, Any]:
     return {"name": name, "used": used, "total": total, "unit": unit, "basis": basis, "detail": detail}
+
+
+def _arguments(profile: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that no setting covers: the profile's, with the operator's laid over."""
+    return lay_over(profile["engine_args"], settings["engine_args"])
+
+
+def _parts(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    value = arguments.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _window_bar(window: int, tokens: int) -> dict[str, Any]:
@@ -46,20 +58,35 @@ def _window_bar(window: int, tokens: int) -> dict[str, Any]:
     return _bar("context window", window, tokens, "tokens of a replica", "estimated", detail)
 
 
-def _check_batch(profile: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Return what vLLM refuses only when it starts: a prefill chunk that is too small."""
-    chunk, problems = settings["max_num_batched_tokens"], []
-    if chunk < settings["max_num_seqs"]:
+def _check_batch(settings: dict[str, Any], arguments: dict[str, Any], rows: int) -> list[str]:
+    """Return what vLLM refuses, or does otherwise, only when it starts.
+
+    :param rows: of the largest decode step that has to fit into one batch.
+    """
+    chunk, sequences, problems = settings["max_num_batched_tokens"], settings["max_num_seqs"], []
+    if chunk < sequences:
         problems.append(
-            f"max_num_batched_tokens: {chunk} is less than one token for each of {settings['max_num_seqs']} sequences; "
-            f"set it to at least {settings['max_num_seqs']}, or lower max_num_seqs"
+            f"max_num_batched_tokens: {chunk} is less than one token for each of {sequences} sequences; "
+            f"set it to at least {rows}, or lower max_num_seqs"
         )
-    whole_prompts = lay_over(profile["engine_args"], settings["engine_args"]).get("enable-chunked-prefill") is False
-    if whole_prompts and chunk < settings["max_model_len"]:
+    elif chunk < rows:
+        problems.append(
+            f"max_num_batched_tokens: {chunk} is less than the {rows:,} rows of a full decode step ({sequences} "
+            f"sequences x (1 + {rows // sequences - 1})): the engine would have no CUDA graph above it, and decode "
+            f"fewer sequences at once; set it to at least {rows}, or lower max_num_seqs or speculative_tokens"
+        )
+    if arguments.get("enable-chunked-prefill") is False and chunk < settings["max_model_len"]:
         problems.append(
             f"max_num_batched_tokens: {chunk} is less than a prompt of {settings['max_model_len']} tokens, and "
             "enable-chunked-prefill is off; turn it on, or set them equal"
         )
+    for name, limit in (("max-num-active-seqs", "max_num_seqs"), ("long-prefill-token-threshold", "max_model_len")):
+        value = arguments.get(name)
+        if isinstance(value, int) and value > settings[limit]:
+            problems.append(
+                f"engine_args: {name}: {value} is more than {limit} ({settings[limit]}), which the engine refuses; set "
+                f"it to at most {settings[limit]}"
+            )
     return problems
 
 
@@ -95,7 +122,7 @@ def budget(profile: dict[str, Any], settings: dict[str, Any], places: list[Place
             problems=[
                 *check_caps(places, settings["container_memory"]),
                 *window.refusals,
-                *_check_batch(profile, settings),
+                *_check_batch(settings, _arguments(profile, settings), settings["max_num_seqs"]),
             ],
         )
     return _gpu_budget(profile, settings, places, topology)
@@ -107,21 +134,26 @@ def _gpu_budget(
     measured, size = profile["measured"], settings["tensor_parallel_size"]
     drafts = 0 if settings["drafter"] == "none" else settings["speculative_tokens"]
     rows = budgets.decode_rows(settings["max_num_seqs"], drafts)
-    sizes = budgets.graph_sizes(rows) if profile["graph_sizes"] == "derived" else []
+    arguments = _arguments(profile, settings)
+    derived = profile["graph_sizes"] == "derived"
+    sizes = budgets.graph_sizes(rows) if derived and _has_graphs(arguments) else []
+    tables = _engram_tables(measured, arguments)
     sizes_known = [gpu["memory_mib"] for place in places for gpu in place.gpus if gpu["memory_mib"]]
     card = min(sizes_known, default=None)
-    bars, expected, findings = _gpu_memory(settings, measured, card)
+    bars, expected, findings = _gpu_memory(settings, measured, card, tables.card_mib(size))
     findings += [
         _check_model(profile, settings),
         _check_drafter(profile, settings),
-        _check_rows(profile, settings, rows),
+        _check_rows(profile, settings, rows, None if derived else arguments.get("max-cudagraph-capture-size")),
+        _check_arguments(settings["engine_args"], arguments, tables, derived),
+        Findings(tuple(_check_batch(settings, arguments, rows))),
     ]
-    findings.append(Findings((*unsupported_arguments(settings["engine_args"]), *_check_batch(profile, settings))))
     gib = budgets.offload_gib(settings.get("kv_offload_gb", 0))
     offload = budgets.offload_bytes(gib)
     shm = budgets.shm_size(offload) if settings["shm_size"] == AUTO else settings["shm_size"]
     findings.append(budgets.check_shm(podman_bytes(shm), offload, size))
-    host_bars, host = _host_memory(profile, settings, offload, places, topology)
+    need = _host_need(arguments, tables, offload, size)
+    host_bars, host = _host_memory(settings, need, places, topology)
     found = budgets.merge([*findings, host])
     shm_text = (
         f"{budgets.gib_text(offload)} of KV offload, the rest for queues and NCCL" if offload else "queues and NCCL"
@@ -137,15 +169,80 @@ def _gpu_budget(
         expected={**expected, "kv_offload_bytes": offload},
         warnings=list(found.warnings),
         problems=list(found.refusals),
+        need_bytes=need.total_bytes,
     )
 
 
+def _has_graphs(arguments: dict[str, Any]) -> bool:
+    """Tell whether the engine captures CUDA graphs at all."""
+    mode = _parts(arguments, "compilation-config").get("cudagraph_mode")
+    return arguments.get("enforce-eager") is not True and str(mode).upper() not in ("NONE", "0")
+
+
+@dataclass(frozen=True)
+class _EngramTables:
+    """A model's Engram tables (0 bytes for none): on the cards or in host memory, there packed or block by block."""
+
+    size: int
+    layers: int
+    on_cards: bool
+    packed: bool
+
+    def card_mib(self, gpus: int) -> int:
+        return -(-self.size // gpus // MIB) if self.on_cards else 0
+
+
+def _engram_tables(measured: dict[str, Any], arguments: dict[str, Any]) -> _EngramTables:
+    tables, asked = measured.get("engram", {"gib": 0, "layers": 1}), _parts(arguments, "engram-config")
+    # The engine takes 0 and 1 as well.
+    on_cards, packed = not asked.get("cpu_offload", True), bool(asked.get("use_thp"))
+    return _EngramTables(int(tables["gib"] * GIB), tables["layers"], on_cards, packed)
+
+
+def _check_arguments(
+    given: dict[str, Any], arguments: dict[str, Any], tables: _EngramTables, derived: bool
+) -> Findings:
+    """Refuse what the engine refuses only when it starts.
+
+    :param given: the operator's own arguments.
+    :param arguments: those with the profile's below them.
+    :param derived: whether the plan lists the sizes of CUDA graphs.
+    """
+    problems = unsupported_arguments(given)
+    if derived and "max-cudagraph-capture-size" in arguments:
+        problems.append(
+            "engine_args: max-cudagraph-capture-size is not for overriding: the plan lists the sizes of CUDA graphs, "
+            "and the engine refuses another largest one beside them; they follow from max_num_seqs and "
+            "speculative_tokens"
+        )
+    if "max_cudagraph_capture_size" in _parts(arguments, "compilation-config"):
+        problems.append(
+            "engine_args: max_cudagraph_capture_size in compilation-config is not for overriding; "
+            + ("the sizes follow from max_num_seqs and speculative_tokens" if derived else "give it by its short name")
+        )
+    engram = _parts(arguments, "engram-config")
+    if engram and not tables.size:
+        problems.append("engine_args: engram-config: this profile's model has no Engram tables; leave it out")
+    if tables.on_cards and tables.packed:
+        problems.append(
+            "engine_args: engram-config: use_thp is for tables in host memory, and cpu_offload is off, which the "
+            "engine refuses together; set use_thp to false as well, or leave cpu_offload on"
+        )
+    if engram.get("dp_shared_memory"):
+        problems.append(
+            "engine_args: engram-config: dp_shared_memory needs data parallel replicas in one container, and ours are "
+            "in one each; leave it out"
+        )
+    return Findings(tuple(problems))
+
+
 def _gpu_memory(
-    settings: dict[str, Any], measured: dict[str, Any], card: int | None
+    settings: dict[str, Any], measured: dict[str, Any], card: int | None, tables_mib: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[Findings]]:
     """Return bars, expectations and findings about the GPUs' memory and the KV cache in it.
 
     :param card: memory of the smallest GPU in MiB, None when no driver has told.
+    :param tables_mib: Engram tables on each of them.
     """
     window, measured_card = settings["max_model_len"], measured["card_mib"]
     total = card or measured_card
@@ -166,8 +263,8 @@ def _gpu_memory(
         kv_cache, after_boot = _kv_reference(measured)
         source = f"the {measured['document']} document"
         tokens = budgets.kv_tokens(kv_bytes, kv_cache)
-        vram = budgets.vram_after_boot(kv_bytes, after_boot, total)
-        same = kv_bytes == after_boot["kv_bytes"] and total == measured_card
+        vram = budgets.vram_after_boot(kv_bytes, after_boot, total, tables_mib=tables_mib)
+        same = kv_bytes == after_boot["kv_bytes"] and total == measured_card and not tables_mib
         bars = [
             _bar(
                 "GPU memory after boot, each card",
@@ -180,7 +277,7 @@ def _gpu_memory(
         ]
         findings = [
             budgets.check_window(window, tokens, source=source),
-            budgets.check_vram(kv_bytes, after_boot, measured_card, card, source=source),
+            budgets.check_vram(kv_bytes, after_boot, measured_card, card, source=source, tables_mib=tables_mib),
         ]
         expected = {"vram_after_boot_mib": vram.other_mib + vram.kv_mib}
     bars.append(_window_bar(window, tokens))
@@ -233,7 +330,7 @@ def _check_drafter(profile: dict[str, Any], settings: dict[str, Any]) -> Finding
     return budgets.check_drafter("dspark", settings["speculative_tokens"], head)
 
 
-def _check_rows(profile: dict[str, Any], settings: dict[str, Any], rows: int) -> Findings:
+def _check_rows(profile: dict[str, Any], settings: dict[str, Any], rows: int, captured: Any) -> Findings:
     drafts = rows // settings["max_num_seqs"] - 1
     found = []
     if "chunked_indexer" in settings:
@@ -242,7 +339,6 @@ def _check_rows(profile: dict[str, Any], settings: dict[str, Any], rows: int) ->
         found.append(budgets.check_indexer(settings["max_num_seqs"], drafts, window, chunked, limit))
     if settings.get("moe_kernel"):
         found.append(budgets.check_flat_rows(settings["max_num_seqs"], drafts, settings["moe_flat_max_rows"]))
-    captured = lay_over(profile["engine_args"], settings["engine_args"]).get("max-cudagraph-capture-size")
     if isinstance(captured, int) and rows > captured:
         found.append(
             Findings(
@@ -256,17 +352,26 @@ def _check_rows(profile: dict[str, Any], settings: dict[str, Any], rows: int) ->
     return budgets.merge(found)
 
 
+def _host_need(arguments: dict[str, Any], tables: _EngramTables, offload: int, gpus: int) -> budgets.HostMemory:
+    """Return what one replica takes of the host's memory."""
+    if tables.on_cards:
+        return budgets.host_memory(0, 0, offload, gpus, server_bytes=_server_bytes(arguments))
+    padding = 0 if tables.packed else budgets.engram_padding(tables.size, tables.layers, gpus)
+    return budgets.host_memory(tables.size, padding, offload, gpus, server_bytes=_server_bytes(arguments))
+
+
+def _server_bytes(arguments: dict[str, Any]) -> int:
+    cache, servers = arguments.get("mm-processor-cache-gb"), arguments.get("api-server-count")
+    return budgets.server_bytes(
+        cache if isinstance(cache, (int, float)) else budgets.IMAGE_CACHE_GIB,
+        servers if isinstance(servers, int) else 1,
+    )
+
+
 def _host_memory(
-    profile: dict[str, Any], settings: dict[str, Any], offload: int, places: list[Place], topology: dict[str, Any]
+    settings: dict[str, Any], need: budgets.HostMemory, places: list[Place], topology: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Findings]:
     """Return the bar of a replica's host memory against its cap, and what the node's RAM has to say."""
-    size, tables = settings["tensor_parallel_size"], profile["measured"].get("engram", {"gib": 0, "layers": 1})
-    arguments = lay_over(profile["engine_args"], settings["engine_args"])
-    engram = int(tables["gib"] * GIB)
-    tables_config = arguments.get("engram-config")
-    packed = isinstance(tables_config, dict) and tables_config.get("use_thp") is True
-    padding = 0 if packed else budgets.engram_padding(engram, tables["layers"], size)
-    need = budgets.host_memory(engram, padding, offload, size)
     cap = podman_bytes(settings["container_memory"])
     bars = [_bar("host memory, cap", need.total_bytes / GIB, cap / GIB, "GiB", "estimated", budgets.memory_text(need))]
     replicas = [

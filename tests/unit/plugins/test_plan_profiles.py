@@ -297,6 +297,111 @@ def test_experts_that_do_not_divide() -> None:
     assert any("384 routed experts do not divide by 5" in text for text in found)
 
 
+# Arguments of the operator's own
+
+
+def test_a_prefill_chunk_below_a_decode_step() -> None:
+    (problem,) = problems({"MAX_BATCHED": 512})
+    assert problem.startswith("max_num_batched_tokens: 512 is less than the 1,024 rows of a full decode step")
+    assert "128 sequences x (1 + 7)" in problem and "set it to at least 1024" in problem
+    assert intent({"MAX_BATCHED": 1024}, name="8x")["warnings"] == []
+    assert intent({"MAX_BATCHED": 512, "SPEC_K": 3}, name="8x")["warnings"] == []
+    (problem,) = problems({"MAX_BATCHED": 383}, "2x")
+    assert "384 rows" in problem
+    assert intent({"MAX_BATCHED": 384}, name="2x")["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    "given_args",
+    [
+        {"max-cudagraph-capture-size": 512},
+        {"max_cudagraph_capture_size": 1024},
+        {"compilation-config": {"max_cudagraph_capture_size": 512}},
+        {"compilation-config": '{"max_cudagraph_capture_size": 512}'},
+        {"compilation-config.max_cudagraph_capture_size": 512},
+    ],
+)
+def test_a_largest_graph_beside_the_listed_ones(given_args: dict[str, Any]) -> None:
+    (problem,) = problems({"engine_args": given_args})
+    assert "is not for overriding" in problem and "max_num_seqs and speculative_tokens" in problem
+
+
+def test_the_largest_graph_of_two_cards_has_one_name() -> None:
+    assert intent({"engine_args": {"max-cudagraph-capture-size": 384}}, name="2x")["warnings"] == []
+    (problem,) = problems({"engine_args": {"compilation-config.max_cudagraph_capture_size": 384}}, "2x")
+    assert problem.endswith("give it by the name 'max-cudagraph-capture-size'")
+
+
+@pytest.mark.parametrize("given_args", [{"enforce-eager": True}, {"compilation-config.cudagraph_mode": "NONE"}])
+def test_without_graphs_none_are_listed(given_args: dict[str, Any]) -> None:
+    plan = resolved({"engine_args": given_args}, name="8x")
+    assert "graph_sizes" not in plan["expected"]
+    assert "cudagraph-capture-sizes" not in arguments(plan)
+
+
+@pytest.mark.parametrize(
+    ("given_args", "words"),
+    [
+        ({"engram-config.cpu_offload": False}, "use_thp is for tables in host memory, and cpu_offload is off"),
+        ({"engram-config": {"cpu_offload": 0, "use_thp": 1}}, "use_thp is for tables in host memory"),
+        ({"engram-config.dp_shared_memory": True}, "dp_shared_memory needs data parallel replicas"),
+        ({"max-num-active-seqs": 129}, "max-num-active-seqs: 129 is more than max_num_seqs (128)"),
+        ({"long-prefill-token-threshold": 1048577}, "is more than max_model_len (1048576)"),
+        ({"numa-bind": True}, "cpuset"),
+        ({"data-parallel-size": 2}, "set replicas"),
+        ({"pipeline-parallel-size": 2}, "set tensor_parallel_size and replicas"),
+        ({"swap-space": 16}, "is gone from vLLM 0.33.0"),
+        ({"spec-tokens": 3}, "set speculative_tokens"),
+        ({"cpu-offload-gb": 50}, "weights are in GPU memory"),
+        ({"kv-transfer-config": {"kv_connector": "LMCacheMPConnector"}}, "set that"),
+        ({"kernel-config.moe_backend": "marlin"}, "the same thing"),
+    ],
+)
+def test_arguments_that_the_engine_refuses_or_that_say_otherwise(given_args: dict[str, Any], words: str) -> None:
+    found = problems({"engine_args": given_args})
+    assert [words in problem for problem in found].count(True) == 1
+    assert all(problem.startswith(("engine_args: ", "kv_cache_memory: ")) for problem in found)
+
+
+def test_a_model_without_engram_tables_has_no_configuration_of_them() -> None:
+    (problem,) = problems({"engine_args": {"engram-config": {"use_thp": True}}}, "2x")
+    assert "no Engram tables" in problem
+
+
+def test_engram_tables_on_the_cards_are_counted_there() -> None:
+    """189 GiB on four cards are 48,384 MiB each; the document's 91,629 MiB are without them."""
+    (problem,) = problems({"engine_args": {"engram-config": {"cpu_offload": False}}})
+    assert "121,581 MiB for all else (the 8x document, with 48,384 MiB of Engram tables" in problem
+    assert problem.endswith("leave engram-config.cpu_offload on")
+    # and not in host memory: 139.7 + 36 + 8 + 16 GiB remain
+    found = problems({"engine_args": {"engram-config": {"cpu_offload": False}}, "CONTAINER_MEM": "200g"})
+    assert found == [problem]
+
+
+def test_caches_of_images_count_against_the_cap() -> None:
+    def need(given_args: dict[str, Any]) -> float:
+        plan = intent({"engine_args": given_args, "CONTAINER_MEM": "600g"}, name="8x")
+        assert plan["container"]["need_bytes"] == round(
+            next(item["used"] for item in plan["budgets"] if item["name"] == "host memory, cap") * 2**30
+        )
+        return float(plan["container"]["need_bytes"] / 2**30)
+
+    usual = need({})
+    assert need({"mm-processor-cache-gb": 4}) == usual
+    # one copy of the API server's, one of the engine core's
+    assert need({"mm-processor-cache-gb": 20}) == usual + 32
+    assert need({"api-server-count": 2}) == usual + 1 + 4
+    (problem,) = problems({"engine_args": {"mm-processor-cache-gb": 20}})
+    assert "container_memory: a replica needs 420." in problem
+
+
+def test_an_argument_that_nobody_knows_is_a_warning() -> None:
+    (warning,) = intent({"engine_args": {"max-logprobz": 5}}, name="8x")["warnings"]
+    assert "max-logprobz" in warning and "'max-logprobs'" in warning
+    # the demo runs another version
+    assert intent({"engine_args": {"max-logprobz": 5}})["warnings"] == []
+
+
 def test_a_cap_below_the_need() -> None:
     (problem,) = problems({"CONTAINER_MEM": "300g"})
     assert "container_memory" in problem and "Engram tables" in problem and "300.0 GiB" in problem
