@@ -345,11 +345,11 @@ def test_what_was_measured_between_cards_is_in_the_report(
     def load(
         image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str], s: float
     ) -> list[dict[str, Any]]:
-        ways = [
+        ways: list[dict[str, Any]] = [
             {"item": [0, 1], "gb_s": 50.5, "correct": True, "peer": True},
             {"item": [1, 0], "error": "hung: nothing within 30 s"},
         ]
-        rows = {
+        rows: dict[str, list[dict[str, Any]]] = {
             "load": [{"cards": 2, "tflops": 600.0, "seconds": 15.0}],
             "pairs": ways,
             "allreduce": [size, {"error": "hung in an all-reduce"}],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_node_accept.checks import CheckError
 from gpu_node_quality import gates, harness, run, sandbox, small
 
 from tests.unit.quality.solutions import SOLUTIONS
@@ -65,7 +66,8 @@ def test_every_gate_has_its_source() -> None:
 
 
 def record(texts: dict[str, str], **more: Any) -> dict[str, Any]:
-    return {"prompts": sorted(texts), "max_tokens": 256, "model": "m", "texts": texts, **more}
+    asked = {"prompts": f"{len(texts)}, sha256 00", "max_tokens": 256, "model": "m", "thinking": False}
+    return {"label": "one", **asked, "texts": texts, **more}
 
 
 ONE = record({"a": "same text", "b": "the quick brown fox", "c": "", "d": "x"})
@@ -90,10 +92,18 @@ def test_the_verdict_of_agreement(share: float, own: float | None, verdict: str)
     assert gates.judge_agreement(found, 0.9, own).verdict == verdict
 
 
-@pytest.mark.parametrize("key", ["prompts", "max_tokens", "model"])
+@pytest.mark.parametrize("key", ["prompts", "max_tokens", "model", "thinking"])
 def test_records_of_different_questions_are_not_compared(key: str) -> None:
-    with pytest.raises(ValueError, match=f"another {key}"):
-        gates.agreement(ONE, {**ONE, key: "other"})
+    with pytest.raises(CheckError, match=f"one and two have another {key}: .* and other"):
+        gates.agreement(ONE, {**ONE, "label": "two", key: "other"})
+
+
+def test_the_questions_are_told_by_their_text() -> None:
+    items = small.problems()
+    assert run.digest(items) == run.digest(small.problems())
+    assert run.digest(items).startswith("40, sha256 ")
+    assert run.digest(items[:39]) != run.digest(items)
+    assert run.digest([{**items[0], "prompt": "another text"}, *items[1:]]) != run.digest(items)
 
 
 # --- the small set
@@ -299,9 +309,11 @@ def test_a_wrong_file_is_refused_before_anything_is_asked(tmp_path: Path, name: 
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A model that knows all answers; with `moods` it never says the same twice."""
+    """A model that knows all answers; with `moods` it never says the same twice, with a field it only thinks."""
 
     moods = 0
+    thinks_in = ""
+    asked = 0
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -309,13 +321,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = body["messages"][0]["content"]
+        type(self).asked += 1
         answers = {one["prompt"]: f"Answer: {one['answer']}" for one in small.problems()}
         answers |= {one["prompt"]: SOLUTIONS[one["id"].removeprefix("task-")] for one in small.tasks()}
         text = answers.get(prompt, "A story.")
         if type(self).moods:
             type(self).moods += 1
             text += f" ({type(self).moods})"
-        answer = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+        # Thoughts that use up the tokens leave no content.
+        message = {"content": None, self.thinks_in: text} if self.thinks_in else {"content": text}
+        answer = {"choices": [{"message": message, "finish_reason": "length"}]}
         data = json.dumps({**answer, "usage": {"completion_tokens": 9}}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -343,7 +358,8 @@ def request_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict
         "thinking": False, "limit": 0, "timeout": 60, "harness": "lm-eval",
     }  # fmt: skip
     server.shutdown()
-    Handler.moods = 0
+    Handler.moods = Handler.asked = 0
+    Handler.thinks_in = ""
 
 
 def verdicts(request: dict[str, Any], tmp_path: Path) -> dict[str, tuple[str, str]]:
@@ -385,6 +401,64 @@ def test_an_engine_that_disagrees_with_itself_leaves_the_question_open(
     Handler.moods = 1
     verdict, why = verdicts({**asks, "label": "on", "compare_with": "off"}, tmp_path)["agreement"]
     assert verdict == "not run" and "does not agree with itself" in why
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_thoughts_are_compared_too(request_of: dict[str, Any], tmp_path: Path, field: str) -> None:
+    asks = {**request_of, "checks": ["agreement"], "thinking": True}
+    Handler.thinks_in = field
+    verdicts({**asks, "label": "off"}, tmp_path)
+    assert run.read_texts("off")["texts"]["problem-01"].startswith("Answer: ")
+    Handler.moods = 1
+    verdict, why = verdicts({**asks, "label": "on", "compare_with": "off"}, tmp_path)["agreement"]
+    assert (verdict, "0 of 70 answers the same" in why) == ("not run", True), why
+
+
+def test_answers_without_text_are_no_agreement(request_of: dict[str, Any], tmp_path: Path) -> None:
+    asks = {**request_of, "checks": ["agreement"]}
+    Handler.thinks_in = "a_field_of_a_later_version"
+    verdict, why = verdicts({**asks, "label": "off"}, tmp_path)["agreement"]
+    assert (verdict, why) == ("not run", "70 of 70 answers have no text, the first is problem-01")
+    assert not run.texts_file("off").exists()
+
+
+def test_a_release_is_compared_with_what_was_kept_of_it(request_of: dict[str, Any], tmp_path: Path) -> None:
+    """Does it still answer as last week? What is compared with stays, so that many small steps are seen as well."""
+    asks = {**request_of, "checks": ["agreement"]}
+    verdicts(asks, tmp_path)
+    kept = run.read_texts("aaaaaaaaaaaa")
+    kept["texts"] = {name: text + "!" for name, text in kept["texts"].items()}
+    run.write(run.texts_file("aaaaaaaaaaaa"), kept)
+    again = {**asks, "compare_with": "aaaaaaaaaaaa"}
+    for _ in range(2):
+        verdict, seen = verdicts(again, tmp_path)["agreement"]
+        assert (verdict, "0 of 70 answers the same" in seen) == ("fail", True), seen
+        assert run.read_texts("aaaaaaaaaaaa") == kept
+    # Without a name to compare with, the texts of now take their place.
+    assert verdicts(asks, tmp_path)["agreement"][0] == "pass"
+    assert verdicts(again, tmp_path)["agreement"][0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"compare_with": "nothing"}, "no texts of nothing"),
+        ({"compare_with": "off", "agreement_tokens": 32}, "off and on have another max_tokens: 64 and 32"),
+        ({"compare_with": "off", "thinking": True}, "off and on have another thinking: False and True"),
+        ({"compare_with": "off", "limit": 6}, "off and on have another prompts: 70, sha256"),
+        ({"compare_with": "old"}, "no texts of old: they are of another version"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_before_anything_is_asked(
+    request_of: dict[str, Any], tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    asks = {**request_of, "checks": ["agreement"]}
+    verdicts({**asks, "label": "off"}, tmp_path)
+    run.write(run.texts_file("old"), {"schema": 1, "prompts": ["problem-01"], "max_tokens": 64, "model": "m"})
+    Handler.asked = 0
+    verdict, seen = verdicts({**asks, "label": "on", **more}, tmp_path)["agreement"]
+    assert (verdict, said in seen, Handler.asked) == ("fail", True, 0), seen
+    assert not run.texts_file("on").exists()
 
 
 def test_what_cannot_be_asked_is_told(request_of: dict[str, Any], tmp_path: Path) -> None:

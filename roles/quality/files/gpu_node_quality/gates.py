@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gpu_node_accept.checks import Outcome, failed, not_here, not_run, passed, warned
+from gpu_node_accept.checks import CheckError, Outcome, failed, not_here, not_run, passed, warned
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("gates.json").read_text(encoding="utf-8"))
 
@@ -61,15 +61,24 @@ def first_difference(one: str, other: str) -> int | None:
     return next((place for place in range(shared) if one[place] != other[place]), shared)
 
 
+def same_questions(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Raises CheckError when two records were not asked the same thing in the same way."""
+    for key in ("model", "prompts", "thinking", "max_tokens"):
+        if first[key] != second[key]:
+            raise CheckError(
+                f"{first['label']} and {second['label']} have another {key}: {first[key]} and {second[key]}",
+                "the same questions, asked in the same way",
+                "ask with the settings that those were kept with, or keep them again",
+            )
+
+
 def agreement(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Compare two records of texts. Raises ValueError when they are of different questions.
+    """Compare two records of texts. Raises CheckError when they are of different questions.
 
     :returns: ``count``, ``same``, ``share``, ``differ`` (id, place, both texts around it), and ``shared`` (the mean
         share of an answer before its first difference).
     """
-    for key in ("prompts", "max_tokens", "model"):
-        if first[key] != second[key]:
-            raise ValueError(f"the two records have another {key}: {first[key]} and {second[key]}")
+    same_questions(first, second)
     differ, shared = [], []
     for name, text in first["texts"].items():
         other = second["texts"][name]

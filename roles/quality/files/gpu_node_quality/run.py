@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_node_accept.checks import Book, CheckError, Outcome, Title, counts, failed, not_run, passed, result
-from gpu_node_accept.server import Server, read_key
+from gpu_node_accept.server import Answer, Server, read_key
 
 from gpu_node_quality import gates, harness, sandbox, small
 
@@ -23,6 +24,8 @@ RELEASES = Path("/var/lib/gpu-node/replicas")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHECKS = ("problems", "tasks", "agreement", "gsm8k", "humaneval")
 TIMEOUT_S = 900.0
+# Of the kept texts. 1 did not tell whether the model thought, and named its prompts without their text.
+SCHEMA = 2
 # Beside the small set's questions: long text, where a small difference grows.
 WRITE = (
     "Write a short story of three paragraphs about a lighthouse keeper who finds a letter.",
@@ -36,6 +39,9 @@ WRITE = (
     "Write a SQL query for the three customers with the highest turnover of the last year, and explain it.",
     "Write a letter to a landlord that asks for the repair of a heater.",
 )
+
+# By question; an answer that did not come is the error.
+Answers = dict[str, Answer | CheckError]
 
 
 class Quality:
@@ -82,16 +88,16 @@ class Quality:
 
     # --- right answers
 
-    def _ask(self, server: Server, prompt: str, max_tokens: int) -> str:
+    def _ask(self, server: Server, prompt: str, max_tokens: int) -> Answer:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
         if self.request.get("thinking") is not None:
             body["chat_template_kwargs"] = {"thinking": self.request["thinking"]}
-        return server.chat(body, TIMEOUT_S).content
+        return server.chat(body, TIMEOUT_S)
 
-    def _texts(self, items: Sequence[dict[str, Any]], max_tokens: int, at_once: int) -> dict[str, str | CheckError]:
+    def _answers(self, items: Sequence[dict[str, Any]], max_tokens: int, at_once: int) -> Answers:
         server = self._server()
 
-        def one(item: dict[str, Any]) -> str | CheckError:
+        def one(item: dict[str, Any]) -> Answer | CheckError:
             try:
                 return self._ask(server, item["prompt"], max_tokens)
             except CheckError as error:
@@ -99,9 +105,14 @@ class Quality:
 
         with ThreadPoolExecutor(at_once) as pool:
             found = list(pool.map(one, items))
-        if all(isinstance(text, CheckError) for text in found):
+        if all(isinstance(answer, CheckError) for answer in found):
             raise CheckError(f"no question was answered: {found[0]}")
-        return {item["id"]: text for item, text in zip(items, found, strict=True)}
+        return {item["id"]: answer for item, answer in zip(items, found, strict=True)}
+
+    def _contents(self, items: Sequence[dict[str, Any]]) -> dict[str, str | CheckError]:
+        """What the model answered, without its thoughts."""
+        answers = self._answers(items, int(self.request["max_tokens"]), int(self.request["at_once"]))
+        return {name: one if isinstance(one, CheckError) else one.content for name, one in answers.items()}
 
     def _judge(self, name: str, right: Sequence[bool], broken: int) -> Outcome:
         minimum = self.request["minimum"].get(name)
@@ -109,7 +120,7 @@ class Quality:
 
     def _problems(self) -> Outcome:
         items = small.problems()[: self.request.get("limit") or None]
-        texts = self._texts(items, int(self.request["max_tokens"]), int(self.request["at_once"]))
+        texts = self._contents(items)
         self.kept["problems"] = {name: str(text) for name, text in texts.items()}
         right = [isinstance(t := texts[one["id"]], str) and small.number_of(t) == one["answer"] for one in items]
         return self._judge("problems", right, sum(isinstance(text, CheckError) for text in texts.values()))
@@ -130,7 +141,7 @@ class Quality:
 
     def _tasks(self) -> Outcome:
         items = small.tasks()[: self.request.get("limit") or None]
-        texts = self._texts(items, int(self.request["max_tokens"]), int(self.request["at_once"]))
+        texts = self._contents(items)
         answered = [one for one in items if isinstance(texts[one["id"]], str)]
         programs = [(one["id"], small.code_of(str(texts[one["id"]]), one["start"]), one["tests"]) for one in answered]
         right = self._sandbox(programs)
@@ -163,7 +174,11 @@ class Quality:
     # --- the same answers
 
     def _agreement(self) -> Outcome:
-        """Keep the texts of this release, and compare them with another's when it was named."""
+        """Keep the texts of this release, and compare them with another's when it was named.
+
+        Named by its own label it is compared with what was kept of it, and that stays: a release that moves a little
+        each week is to be seen.
+        """
         if not LABEL.fullmatch(self.label):
             wanted = "letters, digits, dots and dashes, at most 64"
             return failed(f"label {self.label!r}", wanted, "set quality_label, or serve a release first")
@@ -171,34 +186,53 @@ class Quality:
         items += [{"id": f"write-{number:02}", "prompt": text} for number, text in enumerate(WRITE, start=1)]
         items = items[: self.request.get("limit") or None]
         tokens = int(self.request["agreement_tokens"])
-        passes = []
-        for number in (1, 2):
-            # One after the other: a batch's make-up is a difference of its own.
-            self._say(f"{len(items)} greedy answers of {tokens} tokens, pass {number} of 2")
-            texts = self._texts(items, tokens, 1)
-            if missing := [name for name, text in texts.items() if isinstance(text, CheckError)]:
-                raise CheckError(f"{len(missing)} answers did not come, the first is {missing[0]}: {texts[missing[0]]}")
-            passes.append({name: str(text) for name, text in texts.items()})
-        record = {
-            "schema": 1,
+        asked = {
+            "schema": SCHEMA,
             "label": self.label,
             "release": self.release.get("id"),
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "model": self.request["model"],
+            "thinking": self.request.get("thinking"),
             "max_tokens": tokens,
-            "prompts": sorted(passes[0]),
-            "texts": passes[0],
+            "prompts": digest(items),
         }
+        with_label = str(self.request.get("compare_with") or "")
+        other = read_texts(with_label) if with_label else None
+        if other:
+            gates.same_questions(other, asked)
+        passes: list[dict[str, str]] = []
+        for number in (1, 2):
+            # One after the other: a batch's make-up is a difference of its own.
+            self._say(f"{len(items)} greedy answers of {tokens} tokens, pass {number} of 2")
+            answers = self._answers(items, tokens, 1)
+            if missing := [name for name, one in answers.items() if isinstance(one, CheckError)]:
+                first = answers[missing[0]]
+                raise CheckError(f"{len(missing)} answers did not come, the first is {missing[0]}: {first}")
+            texts = {name: one.text for name, one in answers.items() if isinstance(one, Answer)}
+            if empty := [name for name, text in texts.items() if not text]:
+                return not_run(
+                    f"{len(empty)} of {len(texts)} answers have no text, the first is {empty[0]}",
+                    "ask the engine by hand: neither content nor reasoning has what it generated",
+                )
+            passes.append(texts)
+        record = {**asked, "texts": passes[0]}
         own = gates.agreement(record, {**record, "texts": passes[1]})["share"]
         record["own_agreement"] = own
-        write(texts_file(self.label), record)
-        with_label = str(self.request.get("compare_with") or "")
-        if not with_label:
+        if with_label != self.label:
+            write(texts_file(self.label), record)
+        if other is None:
             seen = f"kept as {self.label}; the same answers twice: {own:.1%}"
             return passed(seen, "the texts of this release are kept; quality_compare_with compares")
-        found = gates.agreement(read_texts(with_label), record)
-        self.kept["agreement"] = found
+        self._say(f"compared with {with_label}, kept at {other['at']}")
+        found = gates.agreement(other, record)
+        self.kept["agreement"] = {"with": with_label, "at": other["at"], **found}
         return gates.judge_agreement(found, float(self.request["agreement_minimum"]), own)
+
+
+def digest(items: Sequence[dict[str, Any]]) -> str:
+    """What questions these are, in a form that a person can compare."""
+    text = json.dumps([[item["id"], item["prompt"]] for item in items])
+    return f"{len(items)}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def texts_file(label: str) -> Path:
@@ -212,7 +246,9 @@ def read_texts(label: str) -> dict[str, Any]:
     """The kept texts of a label. Raises CheckError."""
     path = texts_file(label)
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise ValueError("they are of another version of this program")
     except (OSError, ValueError) as error:
         there = ", ".join(sorted(item.stem for item in path.parent.glob("*.json"))) or "none"
         raise CheckError(f"no texts of {label}: {error}", f"one of: {there}", "run quality.yml on it first") from None
@@ -255,10 +291,7 @@ def compare(first: str, second: str, minimum: float) -> int:
         one, other = read_texts(first), read_texts(second)
         found = gates.agreement(one, other)
     except CheckError as error:
-        print(f"{error}; there is {error.wanted}", file=sys.stderr)
-        return 2
-    except (ValueError, KeyError) as error:
-        print(error, file=sys.stderr)
+        print(f"{error}; wanted: {error.wanted}", file=sys.stderr)
         return 2
     outcome = gates.judge_agreement(found, minimum, other.get("own_agreement"))
     print(f"{outcome.verdict}: {outcome.seen or outcome.why} (wanted: {outcome.wanted})")
