@@ -40,14 +40,14 @@ class Became(BaseException):
         self.argv = list(argv)
 
 
-def node_value() -> dict[str, Any]:
+def node_value(first_port: int = 8000, model: str = "tiny") -> dict[str, Any]:
     """The value of a node.json."""
     return {
         "replicas": [
-            {"index": i, "port": 8000 + i, "unit": f"vllm-replica@{i}.service", "container": f"vllm-replica-{i}"}
+            {"index": i, "port": first_port + i, "unit": f"vllm-replica@{i}.service", "container": f"vllm-replica-{i}"}
             for i in (0, 1)
         ],
-        "served_model_name": "tiny",
+        "served_model_name": model,
         "balancer": {"status_port": STATUS_PORT, "listen": ["127.0.0.1:8080"]},
         "drain_timeout_s": 4,
         "start_timeout_s": 60,
@@ -89,7 +89,9 @@ class FakeEngine(Engine):
     def complete(self, model: str, max_tokens: int, timeout_s: float, stream: bool = False) -> Completion:
         if not self.up or self.frozen:
             raise EngineError(f"{self.name} did not answer within {timeout_s:.0f} s")
-        return Completion("tiny", "", 3, max_tokens, 0.1, 0.05 if stream else None)
+        if model not in self.names:
+            raise EngineError(f"{self.name} answered HTTP 404: The model {model} does not exist.")
+        return Completion(model, "", 3, max_tokens, 0.1, 0.05 if stream else None)
 
     def generate(self, model: str, tokens: int, timeout_s: float) -> Generation:
         if not self.up or self.frozen:
@@ -158,6 +160,7 @@ class World(Host):
         self.write_node(node_value())
         self.paths.engine_env.write_text(f"VLLM_API_KEY={ENGINE_KEY}\n")
         self.paths.clients_json.write_text(json.dumps([{"name": "demo", "key": CLIENT_KEY}]))
+        self.ports: dict[str, int] = {}  # of the releases
         self.releases = {(i, name): self.make_release(i, name) for i in (0, 1) for name in "ABC"}
         (root / "run/nginx.pid").write_text(f"{NGINX_PID}\n")
         self.process(NGINX_PID, "nginx", ["nginx: master process"])
@@ -199,6 +202,7 @@ class World(Host):
             "files": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in texts.items()},
         } | changes
         identity = config.release_id(value)
+        self.ports[identity] = value["port"]
         folder = self.paths.release(identity)
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
@@ -239,7 +243,7 @@ class World(Host):
 
     def listen(self, *more: tuple[str, int, str, int, int, int]) -> None:
         """The listeners of the running replicas, and more."""
-        own = [("127.0.0.1", 8000 + i, "0.0.0.0", 0, 10, 9000 + i) for i, unit in self.units.items() if unit.running]
+        own = [("127.0.0.1", self.port(i), "0.0.0.0", 0, 10, 9000 + i) for i in self.units if self.units[i].running]
         self.sockets(*own, *more)
 
     def tool(self) -> FakeTool:
@@ -247,9 +251,14 @@ class World(Host):
         tool.world = self
         return tool
 
+    def port(self, index: int) -> int:
+        """Where the replica's engine listens, or will."""
+        release = self.units[index].running or linked_release(self.paths, index, "current")
+        return self.ports.get(release or "", 8000 + index)
+
     def inside(self, index: int) -> bool:
         """Whether nginx, as it is loaded, sends requests to the replica."""
-        return bool(re.search(rf"server 127\.0\.0\.1:{8000 + index} max_fails=0;", self.served or ""))
+        return bool(re.search(rf"server 127\.0\.0\.1:{self.port(index)} max_fails=0;", self.served or ""))
 
     def reboot(self) -> None:
         """Everything in /run is gone; boot step, nginx and the enabled units start."""
@@ -362,6 +371,7 @@ class World(Host):
             unit.active, unit.sub = "activating", "auto-restart"
             return False
         unit.active, unit.sub, unit.running = "active", "running", release
+        files.atomic_write(self.paths.running(index), f"{release}\n")
         self.on_start(index)
         cgroup = f"/system.slice/vllm-replica@{index}.service"
         self.process(200 + index, "conmon", ["conmon"], cgroup=cgroup)

@@ -7,7 +7,7 @@ from gpu_node import cli, smoke, status
 from gpu_node.engine import Metrics
 from gpu_node.host import Host
 
-from tests.unit.node_tool.fakes import Became, FakeEngine, FakeTool, World
+from tests.unit.node_tool.fakes import Became, FakeEngine, FakeTool, World, node_value
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +130,15 @@ def test_smoke(world: World) -> None:
 
 
 def test_smoke_checks_identity(world: World) -> None:
-    world.engines[0].names = ["other"]
+    (world.paths.proc / "100/cmdline").write_text("python3\0vllm\0serve\0--other\0")
     assert gpu_node(world, "smoke", "--json") == 1
-    assert "serves other, not tiny" in json.loads(world.said[-1])[0]["error"]
+    assert "was started as 'python3 vllm serve --other'" in json.loads(world.said[-1])[0]["error"]
+
+
+def test_smoke_asks_for_what_the_replicas_serve(world: World) -> None:
+    """The plan's name is another one after a rollback, and before a replica's turn."""
+    world.write_node(node_value(model="new"))
+    assert gpu_node(world, "smoke") == 0
 
 
 def test_probe(world: World) -> None:

@@ -9,7 +9,7 @@ from gpu_node.membership import Applied
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.node_tool.fakes import NGINX_PID, World
+from tests.unit.node_tool.fakes import NGINX_PID, World, node_value
 
 SAMPLES = st.builds(Sample, st.integers(0, 2), st.none() | st.floats(0, 3))
 TO_REPLICA = ("127.0.0.1", 40000, "127.0.0.1", 8000, 1, 77)
@@ -49,6 +49,13 @@ def test_connection_of_nginx_counts(world: World) -> None:
     world.listen(TO_REPLICA)
     assert world.tool().wait_idle(0, 4) == Sample(1, 0)
     assert world.tool().wait_idle(1, 4) is None
+
+
+def test_looks_where_the_engine_listens(world: World) -> None:
+    """node.json has the port that the replica gets at its next switch."""
+    world.write_node(node_value(first_port=9000))
+    world.engines[0].counters = Metrics(1, 0, 0, 0, 0)
+    assert world.tool().wait_idle(0, 4) == Sample(0, 1)
 
 
 def test_connection_of_someone_else_does_not_count(world: World) -> None:

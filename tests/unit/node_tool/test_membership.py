@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from gpu_node import files
+from gpu_node.config import Served
 from gpu_node.errors import BalancerError, LockedError
+from gpu_node.live import LiveNode
 from gpu_node.reasons import Reasons
+from gpu_node.tool import Tool
 
-from tests.unit.node_tool.fakes import CLIENT_KEY, NGINX_PID, Killed, World
+from tests.unit.node_tool.fakes import CLIENT_KEY, NGINX_PID, Killed, World, node_value
 
 
 def test_out_and_in(world: World) -> None:
@@ -36,6 +39,23 @@ def test_nothing_to_do_reloads_nothing(world: World) -> None:
     world.commands.clear()
     assert not world.tool().membership.apply().changed
     assert not world.commands
+
+
+def test_port_of_what_runs(world: World) -> None:
+    """Not of the plan, nor of a link that was moved by hand; the plan's where no release says."""
+    world.write_node(node_value(first_port=9000, model="new"))
+    tool = world.tool()
+    moved = world.make_release(0, "P", port=9500)
+    LiveNode(tool).point(0, "current", moved)
+    assert tool.served(0) == Served(8000, "tiny") and Tool.engine(tool, 0).name == "127.0.0.1:8000"
+    world.stop_unit(0)
+    assert tool.served(0) == Served(9500, "tiny")
+    (world.paths.release(moved) / "release.json").write_text("{")
+    assert tool.served(0) == Served(9000, "new")
+    (world.paths.replica(0) / "current").unlink()
+    assert tool.served(0) == Served(9000, "new")
+    tool.membership.apply()
+    assert "server 127.0.0.1:9000 max_fails=0 down" in (world.served or "") and world.inside(1)
 
 
 def test_anew_reloads_in_any_case(world: World) -> None:

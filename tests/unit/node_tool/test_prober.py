@@ -111,6 +111,13 @@ def test_frozen_engine_goes_out_and_comes_back(world: World) -> None:
     assert world.inside(0)
 
 
+def test_asks_for_what_the_replica_serves(world: World) -> None:
+    """The plan's name is another one after a rollback, and before the replica's turn."""
+    world.write_node(node_value(model="new"))
+    passes(world, 12)
+    assert world.inside(0) and "replica 0: idle for 30 s, generating for a proof" in world.said
+
+
 def test_dead_http_goes_out(world: World) -> None:
     world.engines[0].up = False
     passes(world, 2)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.node_tool.fakes import Killed, World
+from tests.unit.node_tool.fakes import Killed, World, node_value
 
 Break = Callable[[World, str], None]
 
@@ -282,8 +282,35 @@ def test_unknown_release(world: World, name: str) -> None:
 
 
 def test_release_of_the_other_replica(world: World) -> None:
-    with pytest.raises(ConfigError, match="is for replica 1 on port 8001"):
+    with pytest.raises(ConfigError, match="is for replica 1, not for replica 0: choose"):
         switch(LiveNode(world.tool()), 0, world.releases[1, "B"])
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
+def test_another_port(world: World, bad: bool) -> None:
+    """node.json has the new ports before the first switch; each engine is met where it listens, at every moment."""
+    world.write_node(node_value(first_port=9000))
+    world.tool().membership.reconcile()
+    assert world.inside(0) and world.inside(1)
+    world.releases[0, "P"] = world.make_release(0, "P", port=9000)
+    if bad:
+        world.bad_releases.add(world.releases[0, "P"])
+    journal = do(world, 0, "P")
+    assert journal is not None and journal.outcome == ("rolled_back" if bad else "new")
+    assert world.port(0) == (8000 if bad else 9000) and world.port(1) == 8001
+    check(world, 0)
+    check(world, 1)
+    # A release from before the change is a way back as any other is.
+    do(world, 0, "B")
+    assert world.port(0) == 8000
+    check(world, 0)
+
+
+def test_port_of_the_other_replica(world: World) -> None:
+    release = world.make_release(0, "P", port=8001)
+    with pytest.raises(ConfigError, match="wants port 8001, on which replica 1 listens: give first_port"):
+        switch(LiveNode(world.tool()), 0, release)
+    check(world, 0)
 
 
 def test_warns_when_the_other_is_out(world: World) -> None:

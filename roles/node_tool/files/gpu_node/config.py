@@ -282,10 +282,10 @@ def load_release(paths: Paths, identity: str) -> Release:
 def release_for(paths: Paths, replica: ReplicaConfig, identity: str) -> Release:
     """The release, checked to be one of this replica. Raises ConfigError."""
     release = load_release(paths, identity)
-    if (release.replica, release.port) != (replica.index, replica.port):
+    if release.replica != replica.index:
         raise ConfigError(
-            f"release {identity} is for replica {release.replica} on port {release.port},"
-            f" not for replica {replica.index} on port {replica.port}: choose one of this replica's releases"
+            f"release {identity} is for replica {release.replica}, not for replica {replica.index}:"
+            " choose one of this replica's releases"
         )
     return release
 
@@ -294,6 +294,30 @@ def linked_release(paths: Paths, index: int, link: str) -> str | None:
     """The id of the release that `current` or `previous` points at."""
     path: Path = paths.replica(index) / link
     return path.readlink().name if path.is_symlink() else None
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where a replica's engine listens, and under which name it serves."""
+
+    port: int
+    model: str
+
+
+def served(paths: Paths, node: NodeConfig, index: int) -> Served:
+    """What the release says that the replica's container was started from, or else its current one.
+
+    node.json says what the plan wants, which a replica may get only at its switch. It counts when there is no release,
+    or when one was damaged while its engine serves on.
+    """
+    running = (read_text(paths.running(index)) or "").strip()
+    release = running or linked_release(paths, index, "current")
+    try:
+        path = paths.release(release or "") / "release.json"
+        fields = Fields(read_json(path, RUN_PLAYBOOK), str(path))
+        return Served(fields.port("port"), fields.text("served_model_name"))
+    except ConfigError:
+        return Served(node.replica(index).port, node.served_model_name)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpu_node.config import ReplicaConfig
 from gpu_node.engine import Engine
 from gpu_node.errors import BalancerError, EngineError, ParseError
 from gpu_node.host import Host
@@ -51,10 +50,10 @@ def prove_out(membership: Membership, host: Host, applied: Applied, timeout_s: f
         host.sleep(0.02)
 
 
-def look(replica: ReplicaConfig, engine: Engine, proc: Proc) -> Sample:
+def look(port: int, engine: Engine, proc: Proc) -> Sample:
     """One sample. Without a listener on the port there is no engine that could run a request."""
-    connections = proc.connections_of("nginx", replica.port)
-    if not proc.listeners(replica.port):
+    connections = proc.connections_of("nginx", port)
+    if not proc.listeners(port):
         return Sample(connections, 0)
     try:
         metrics = engine.metrics(timeout_s=3)

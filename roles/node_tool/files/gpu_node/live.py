@@ -7,7 +7,7 @@ from gpu_node import drain, files, gate, history, kernel_log
 from gpu_node import journal as unit_journal
 from gpu_node.config import linked_release, release_for
 from gpu_node.engine import Engine
-from gpu_node.errors import GateError, ToolError
+from gpu_node.errors import ConfigError, GateError, ToolError
 from gpu_node.switch import Journal, StepError, parse_journal
 from gpu_node.tool import Tool
 from gpu_node.unit import UnitSteps
@@ -55,7 +55,14 @@ class LiveNode:
         files.atomic_write(self._tool.paths.journal(index), journal.dump())
 
     def check_release(self, index: int, release: str) -> None:
-        release_for(self._tool.paths, self._tool.node.replica(index), release)
+        tool = self._tool
+        found = release_for(tool.paths, tool.node.replica(index), release)
+        for other in self.indexes():
+            if other != index and tool.served(other).port == found.port:
+                raise ConfigError(
+                    f"release {release} wants port {found.port}, on which replica {other} listens: give first_port a"
+                    " value with which no replica gets another one's port"
+                )
 
     def linked(self, index: int, link: str) -> str | None:
         return linked_release(self._tool.paths, index, link)

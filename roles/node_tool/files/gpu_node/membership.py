@@ -4,11 +4,11 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_node import files, nginx
-from gpu_node.config import NodeConfig, load_clients, load_engine_key
+from gpu_node.config import NodeConfig, load_clients, load_engine_key, served
 from gpu_node.errors import BalancerError
 from gpu_node.host import Host
 from gpu_node.paths import Paths
@@ -69,7 +69,11 @@ class Membership:
         """The texts of members.conf and secrets.conf."""
         secrets = nginx.render_secrets(load_clients(self._paths, self._node.listen), load_engine_key(self._paths))
         out = {replica.index for replica in self._node.replicas if self.reasons.of(replica.index)}
-        return nginx.render_members(self._node.replicas, out, secrets, generation), secrets
+        replicas = [
+            replace(replica, port=served(self._paths, self._node, replica.index).port)
+            for replica in self._node.replicas
+        ]
+        return nginx.render_members(replicas, out, secrets, generation), secrets
 
     def _write(self, anew: bool = False) -> tuple[bool, int, dict[Path, str | None]]:
         """Bring the files up to date; whether they changed, their generation, and what they held before.

@@ -116,7 +116,7 @@ class Prober:
     def _generates(self) -> bool:
         engine = self._tool.engine(self._replica.index)
         try:
-            engine.complete(self._tool.node.served_model_name, 1, self._limits.stall_s)
+            engine.complete(self._tool.served(self._replica.index).model, 1, self._limits.stall_s)
         except EngineError:
             return False
         return True

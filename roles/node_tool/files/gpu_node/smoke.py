@@ -24,10 +24,10 @@ def balancer(tool: Tool) -> Engine:
     return Engine(address, port, clients[0].key if clients else None)
 
 
-def _ask(tool: Tool, target: str, engine: Engine, stream: bool) -> dict[str, Any]:
+def _ask(target: str, engine: Engine, model: str, stream: bool) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"target": target, "ok": False, "stream": stream}
     try:
-        done = engine.complete(tool.node.served_model_name, MAX_TOKENS, TIMEOUT_S, stream)
+        done = engine.complete(model, MAX_TOKENS, TIMEOUT_S, stream)
     except ToolError as error:
         return row | {"error": str(error)}
     row |= {
@@ -38,8 +38,8 @@ def _ask(tool: Tool, target: str, engine: Engine, stream: bool) -> dict[str, Any
         "ttft_ms": None if done.first_token_s is None else round(done.first_token_s * 1000, 1),
         "text": done.text,
     }
-    if done.model != tool.node.served_model_name:
-        return row | {"error": f"answered as {done.model}, not as {tool.node.served_model_name}"}
+    if done.model != model:
+        return row | {"error": f"answered as {done.model}, not as {model}"}
     return row | {"ok": True}
 
 
@@ -51,14 +51,18 @@ def smoke(tool: Tool) -> list[dict[str, Any]]:
     table = []
     for replica in tool.node.replicas:
         engine = tool.engine(replica.index)
-        both = [_ask(tool, f"replica {replica.index}", engine, stream) for stream in (False, True)]
+        model = tool.served(replica.index).model
+        both = [_ask(f"replica {replica.index}", engine, model, stream) for stream in (False, True)]
         try:
             both[0]["kv_tokens"] = engine.kv_tokens(TIMEOUT_S)
             UnitSteps(tool, replica.index).verify(TIMEOUT_S)
         except ToolError as error:
             both[0] |= {"ok": False, "error": both[0]["error"] or str(error)}
         table += both
-    return table + [_ask(tool, "balancer", balancer(tool), stream) for stream in (False, True)]
+    # What those that are in serve; with nobody in, the balancer refuses every name.
+    inside = [replica.index for replica in tool.node.replicas if not tool.reasons.of(replica.index)]
+    model = tool.served(inside[0] if inside else tool.node.replicas[0].index).model
+    return table + [_ask("balancer", balancer(tool), model, stream) for stream in (False, True)]
 
 
 def as_text(table: list[dict[str, Any]]) -> str:

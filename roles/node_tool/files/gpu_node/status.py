@@ -76,7 +76,7 @@ def rows(tool: Tool) -> list[dict[str, Any]]:
             {
                 "index": index,
                 "unit": replica.unit,
-                "port": replica.port,
+                "port": tool.served(index).port,
                 "cpus": release.cpus if release else None,
                 "memory_node": release.memory_nodes if release else None,
                 "model": release.model if release else None,

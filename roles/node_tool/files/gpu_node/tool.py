@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_node import drain
-from gpu_node.config import NodeConfig, Release, linked_release, load_engine_key, release_for
+from gpu_node.config import NodeConfig, Release, Served, linked_release, load_engine_key, release_for, served
 from gpu_node.engine import Engine
 from gpu_node.errors import ConfigError
 from gpu_node.host import Host
@@ -65,7 +65,11 @@ class Tool:
 
     def engine(self, index: int) -> Engine:
         """The replica's server, asked with the engine's own key."""
-        return Engine("127.0.0.1", self.node.replica(index).port, load_engine_key(self.paths))
+        return Engine("127.0.0.1", self.served(index).port, load_engine_key(self.paths))
+
+    def served(self, index: int) -> Served:
+        """Where the replica listens and what it serves, by the release that it runs."""
+        return served(self.paths, self.node, index)
 
     def unit_state(self, index: int) -> UnitState:
         properties = "LoadState,ActiveState,SubState,Result,MainPID,NRestarts,UnitFileState"
@@ -83,10 +87,10 @@ class Tool:
 
     def wait_idle(self, index: int, timeout_s: float, say: Callable[[str], None] | None = None) -> drain.Sample | None:
         """Wait for the replica's running requests; None, or what still ran after timeout_s."""
-        replica = self.node.replica(index)
+        port = self.served(index).port
         # The metrics are open, so a damaged key file does not stop a drain.
-        engine = Engine("127.0.0.1", replica.port, None)
+        engine = Engine("127.0.0.1", port, None)
         prefix = f"replica {index}: "
         return drain.wait_idle(
-            lambda: drain.look(replica, engine, self.proc), self.host, prefix, timeout_s, say or self.host.say
+            lambda: drain.look(port, engine, self.proc), self.host, prefix, timeout_s, say or self.host.say
         )

@@ -82,10 +82,10 @@ class UnitSteps:
                 f"{self._prefix}{self._proc.describe(leftover[0])} is left of an earlier run in {replica.unit}:"
                 " it may hold memory or GPUs; end it"
             )
-        for socket in self._proc.listeners(replica.port):
+        for socket in self._proc.listeners(release.port):
             holders = [self._proc.describe(pid) for pid in self._proc.owners(socket.inode)] or ["an unknown process"]
             raise GateError(
-                f"{self._prefix}port {replica.port} is held by {', '.join(holders)}:"
+                f"{self._prefix}port {release.port} is held by {', '.join(holders)}:"
                 " stop it, or give the replica another port"
             )
         if release.gpus:
@@ -215,8 +215,8 @@ class UnitSteps:
         if container is None:
             raise GateError(f"{self._prefix}container {replica.container} does not run")
         family = proc.in_unit(replica.unit) | proc.descendants(container.payload.pid)
-        self._verify_listener(family)
         self._verify_container(container, release)
+        self._verify_listener(release.port, family)
         engine = self._tool.engine(replica.index)
         names = engine.models(timeout_s=10)
         if release.served_model_name not in names:
@@ -225,8 +225,7 @@ class UnitSteps:
         self._verify_loopback(family | proc.descendants(container.payload.pid))
         return generated
 
-    def _verify_listener(self, family: set[int]) -> None:
-        port = self._replica.port
+    def _verify_listener(self, port: int, family: set[int]) -> None:
         holders = {pid for socket in self._proc.listeners(port) for pid in self._proc.owners(socket.inode)}
         if not holders:
             raise GateError(f"{self._prefix}nothing listens on port {port}")
