@@ -1,4 +1,4 @@
-"""What may be removed: never what a replica's current or previous release uses."""
+"""What may be removed: never what a release uses that is served, wanted or a way back."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class Node:
         (self.replicas / str(replica)).mkdir(exist_ok=True)
         (self.replicas / str(replica) / what).symlink_to(self.releases / release)
 
+    def wanted(self, targets: dict[str, str], before: dict[str, str | None]) -> None:
+        """What a rollout has said."""
+        record = {"rollout": "x", "state": "failed", "targets": targets, "before": before}
+        (self.replicas.parent / "wanted.json").write_text(json.dumps(record))
+
+    def switched(self, replica: int, source: str | None, target: str) -> None:
+        """The journal of a switch."""
+        (self.replicas / str(replica)).mkdir(exist_ok=True)
+        journal = {"from": source, "to": target, "step": "start", "outcome": None}
+        (self.replicas / str(replica) / "switch.json").write_text(json.dumps(journal))
+
     def unused(self) -> list[str]:
         return [item.folder.name for item in find_unused(self.root, self.releases, self.replicas)]
 
@@ -54,16 +65,42 @@ def test_current_previous_and_drafter_stay(node: Node, capsys: pytest.CaptureFix
     node.link(0, "current", "two")
     assert node.unused() == [lost.name]
     assert node.command() == 0
-    assert capsys.readouterr().out == f"{lost}: 4 bytes, no replica's current or previous release uses it\n"
+    assert capsys.readouterr().out == f"{lost}: 4 bytes, no release that is served, wanted or a way back uses it\n"
     assert lost.is_dir()
     assert node.command("--remove", "--json") == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"folder": str(lost), "bytes": 4, "why": "no replica's current or previous release uses it"}
+        {"folder": str(lost), "bytes": 4, "why": "no release that is served, wanted or a way back uses it"}
     ]
     assert not lost.exists() and old.is_dir() and new.is_dir() and head.is_dir()
     # nothing that would be taken for a record of it is left
     assert [path for path in lost.parent.rglob("*") if path.is_file()] == []
     assert node.unused() == []
+
+
+def test_what_a_rollout_leads_to_and_came_from_stays(node: Node) -> None:
+    """Staged, half-switched, or stopped at its canary: it goes on with this, or back to it."""
+    names = ("served", "target", "before", "from", "to", "lost")
+    folders = {name: make(node.root, {"a": name.encode()}, name=name) for name in names}
+    for name in names:
+        node.release(name, folders[name])
+    node.link(0, "current", "served")
+    node.wanted({"0": "target", "1": "gone"}, {"0": "before", "1": None})
+    node.switched(0, "from", "to")
+    node.switched(1, None, "served")
+    assert node.unused() == [folders["lost"].name]
+
+
+@pytest.mark.parametrize("name", ["wanted.json", "replicas/0/switch.json"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"targets": [], "from": "x"}'])
+def test_a_record_that_cannot_be_read_stops_it(
+    node: Node, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(node.root)
+    path = node.replicas.parent / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    assert node.command("--remove") == 1
+    assert f"{path} cannot be read" in capsys.readouterr().err and folder.is_dir()
 
 
 def test_what_is_being_fetched_stays_and_what_was_wrong_goes(node: Node) -> None:

@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     one.add_argument("--name", default="")
     one.add_argument("--json", action="store_true")
     one.set_defaults(run=verify)
-    one = commands.add_parser("unused", help="what no replica's current or previous release uses")
+    one = commands.add_parser("unused", help="what no release that is served, wanted or a way back uses")
     one.add_argument("root", type=Path)
     one.add_argument("--releases", type=Path, required=True)
     one.add_argument("--replicas", type=Path, required=True)

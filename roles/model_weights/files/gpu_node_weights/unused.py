@@ -22,30 +22,61 @@ from gpu_node_weights.local import remove_tree
 
 @dataclass(frozen=True)
 class Unused:
-    """A folder that no replica's current or previous release uses; ``size`` is what removing it frees, in bytes."""
+    """A folder that nothing needs; ``size`` is what removing it frees, in bytes."""
 
     folder: Path
     size: int
     why: str
 
 
+def needed_releases(releases: Path, replicas: Path) -> set[str]:
+    """Return the releases that a replica points at, and those that a rollout or a switch leads to or came from.
+
+    The latter go by the records of the node's command: wanted.json beside ``replicas``, and each replica's switch.json.
+    One of theirs that is not on the node any more needs nothing: nobody can serve it.
+
+    :raises WeightsError: when a record cannot be read: what it needs is not known, so nothing may be removed.
+    """
+    links = [link for index in replicas.glob("*") for link in (index / "current", index / "previous")]
+    records = [replicas.parent / "wanted.json", *replicas.glob("*/switch.json")]
+    recorded = {name for file in records if file.exists() for name in _recorded(file)}
+    return {link.readlink().name for link in links if link.is_symlink()} | {
+        name for name in recorded if (releases / name).is_dir()
+    }
+
+
+def _recorded(file: Path) -> list[str]:
+    """Return the releases that a record names."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if file.name == "wanted.json":
+            names = [*record["targets"].values(), *record.get("before", {}).values()]
+        else:
+            names = [record["from"], record["to"]]
+        # Nothing served there before.
+        return [str(name) for name in names if name is not None]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"{file} cannot be read ({error}), so which releases it names is not known; "
+            "look at `gpu-node status`, and remove the file when every replica serves what it should"
+        ) from error
+
+
 def used_artifacts(releases: Path, replicas: Path) -> set[tuple[str, str]]:
-    """Return name and short digest of every artifact that a replica's current or previous release uses.
+    """Return name and short digest of every artifact that a needed release uses.
 
     :raises WeightsError: when a release cannot be read: what it uses is not known, so nothing may be removed.
     """
     used = set()
-    for link in (path for index in replicas.glob("*") for path in (index / "current", index / "previous")):
-        if not link.is_symlink():
-            continue
-        file = releases / link.readlink().name / "release.json"
+    for name in sorted(needed_releases(releases, replicas)):
+        file = releases / name / "release.json"
         try:
             release = json.loads(file.read_text(encoding="utf-8"))
             parts = [release["model"], *([release["drafter"]] if release.get("drafter") else [])]
             used |= {(part["name"], part["digest"][:SHORT]) for part in parts}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightsError(
-                f"{file} cannot be read ({error}), so what {link.parent.name}'s {link.name} release uses is not known; "
+                f"{file} cannot be read ({error}), so what this release uses is not known; "
                 "run site.yml, which writes it again, and then this"
             ) from error
     return used
@@ -61,7 +92,7 @@ def find_unused(root: Path, releases: Path, replicas: Path) -> list[Unused]:
     for store in stores(root):
         for folder in complete_folders(store):
             if (store.name, folder.name) not in used:
-                found.append(Unused(folder, _frees(folder), "no replica's current or previous release uses it"))
+                found.append(Unused(folder, _frees(folder), "no release that is served, wanted or a way back uses it"))
         for folder in sorted(store.base.glob("*.bad-*")):
             found.append(Unused(folder, _frees(folder), "its bytes were wrong"))
     return found
