@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.claim import has_steps_left
 from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report import (
     describe_ahead,
     describe_fleet,
@@ -54,6 +55,18 @@ def nodes_taken(names: Sequence[str], hostvars: Mapping[str, Any]) -> list[str]:
     return [name for name in names if hostvars[name].get("__rollout_look", {}).get("conflict")]
 
 
+def _found(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the records that a look found on the nodes, before any of them was claimed."""
+    looks = {name: hostvars[name].get("__rollout_look", {}).get("found") for name in names}
+    return {name: dict(found) for name, found in looks.items() if found}
+
+
+def unfinished_rollouts(names: Sequence[str], hostvars: Mapping[str, Any], steps: str) -> list[str]:
+    """Return the rollouts with these drained steps that a node still has to finish."""
+    found = _found(names, hostvars).values() if steps else ()
+    return sorted({str(record["rollout"]) for record in found if has_steps_left(record, steps)})
+
+
 class FilterModule:
     """What Ansible loads."""
 
@@ -66,6 +79,7 @@ class FilterModule:
             "rollout_facts": rollout_facts,
             "rollout_ahead": describe_ahead,
             "rollout_stopped": describe_stop,
+            "unfinished_rollouts": unfinished_rollouts,
             "status_answers": status_answers,
             "fleet_rows": fleet_rows,
             "fleet_table": describe_fleet,

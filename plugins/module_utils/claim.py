@@ -24,7 +24,8 @@ class Wish:
     """What a controller wants of a node.
 
     ``targets`` are release ids by replica, empty to go back to what was there before the latest rollout (``back``).
-    ``whole``: the node is touched although no release differs.
+    ``drained``: the steps for which the node is touched although no release differs, and ``drained_done``: whether they
+    were done here. ``unfinished``: the rollouts with these steps that other nodes of the play still have to finish.
     """
 
     rollout: str
@@ -34,7 +35,9 @@ class Wish:
     since: str
     targets: Mapping[str, str] = field(default_factory=dict)
     back: bool = False
-    whole: bool = False
+    drained: str = ""
+    drained_done: bool = False
+    unfinished: frozenset[str] = frozenset()
     lease: float = 21600
     take_over: str = ""
 
@@ -109,11 +112,13 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
     if nothing:
         return Verdict(record, note=nothing)
     same = record is not None and record["targets"] == targets
-    note, adopt = "", False
-    if record is not None and record["state"] in HELD and not same_process(record["controller"], wish.controller):
-        held = _held(record, wish, seen)
-        if held.conflict or held.ask:
-            return held
+    held = record is not None and record["state"] in HELD
+    mine = record is not None and held and same_process(record["controller"], wish.controller)
+    note = ""
+    if record is not None and held and not mine:
+        theirs = _held(record, wish, seen)
+        if theirs.conflict or theirs.ask:
+            return theirs
         if seen.job and not same:
             return Verdict(
                 record,
@@ -121,26 +126,31 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
                 "ends, with other releases than are wanted now. Wait for it (journalctl -fu gpu-node-rollout), "
                 "then run this again",
             )
-        note, adopt = held.note, seen.job
+        note = theirs.note
     differs = tuple(
         index for index, release in targets.items() if seen.current.get(index) != release or index in seen.unsettled
     )
-    if record is not None and same and record["state"] == "done" and not differs and not wish.whole:
+    if record is not None and same and record["state"] == "done" and not differs and _steps_done(record, wish):
         return Verdict(record)
-    if record is not None and same and record["state"] in HELD:
-        ours = same_process(record["controller"], wish.controller)
-        if ours or adopt:
-            # The job that runs, or will, knows the rollout by this id.
-            kept = {**record, "controller": dict(wish.controller), "renewed": wish.now}
-            return Verdict(kept, differs, changed=not ours, renewed=True, note=note)
-    current = {index: seen.current.get(index) for index in targets}
-    if record is not None and same and record["state"] != "done":
-        # What served when these releases were first wanted stays the way back.
-        current = {**current, **{index: record["before"][index] for index in targets if index in record["before"]}}
-    touched = bool(differs) or wish.whole
+    steps: dict[str, Any] = {"drained": wish.drained, "drained_done": wish.drained_done}
+    if record is not None and same and held and (mine or seen.job):
+        # The job that runs, or will, goes on in its own step. Another controller's may have done the steps.
+        if not mine and record.get("drained") == wish.drained:
+            steps["drained_done"] = bool(record.get("drained_done"))
+        kept = {**record, **steps, "controller": dict(wish.controller), "renewed": wish.now}
+        return Verdict(kept, differs, changed=not mine, renewed=True, note=note)
+    before = {index: seen.current.get(index) for index in targets}
+    rollout, unproven = wish.rollout, False
+    if record is not None and (mine or _goes_on(record, wish, same)):
+        # Who wants the same goes on with the rollout that wanted it first, whose way back it keeps.
+        rollout, back_of = record["rollout"], record.get("back_of")
+        before |= {index: record["before"][index] for index in targets if index in record["before"]}
+        # All may be switched already and only its bake be left, which has to come before the next node.
+        unproven = record["state"] != "done" and before != targets
+    touched = bool(differs) or bool(wish.drained) or unproven
     fresh = {
         "schema": SCHEMA,
-        "rollout": wish.rollout,
+        "rollout": rollout,
         "by": wish.by,
         "controller": dict(wish.controller),
         "since": wish.since,
@@ -150,10 +160,34 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
         "error": "",
         "outcome": None,
         "targets": targets,
-        "before": current,
+        "before": before,
         "back_of": back_of,
+        **steps,
     }
     return Verdict(fresh, differs, changed=True, note=note)
+
+
+def has_steps_left(record: Mapping[str, Any], steps: str) -> bool:
+    """Tell whether a node's rollout with these drained steps is unfinished there."""
+    return record.get("drained") == steps and (record["state"] != "done" or not record.get("drained_done"))
+
+
+def _steps_done(record: dict[str, Any], wish: Wish) -> bool:
+    """Tell whether the node's steps need not be done: by a rollout that ended on every node they are wanted again."""
+    if not wish.drained:
+        return True
+    ended_here = record.get("drained") == wish.drained and not has_steps_left(record, wish.drained)
+    return ended_here and record["rollout"] in wish.unfinished
+
+
+def _goes_on(record: dict[str, Any], wish: Wish, same: bool) -> bool:
+    """Tell whether a wish is that of the record's rollout."""
+    if wish.back:
+        return record.get("back_of") is not None
+    if not wish.drained:
+        return same
+    # With a new driver a plan may resolve to other releases.
+    return has_steps_left(record, wish.drained) or (same and bool(record["state"] != "done"))
 
 
 def _targets(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> tuple[dict[str, str], str | None, str]:

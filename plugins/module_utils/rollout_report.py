@@ -30,10 +30,11 @@ def describe_ahead(nodes: Mapping[str, Mapping[str, Any]], batches: Sequence[int
     for name in due:
         record, differs = nodes[name]["record"], nodes[name]["differs"]
         if not differs:
-            lines.append(f"{name}: no release differs; its replicas are started anew")
+            what = "its replicas are started anew" if record.get("drained") else "its bake is left"
+            lines.append(f"{name}: no release differs; {what}")
         for index in differs:
-            before, target = record["before"].get(index) or _NO_RELEASE, record["targets"][index]
-            change = f"{before} -> {target}" if before != target else f"{target}, which does not serve"
+            current, target = nodes[name]["current"].get(index) or _NO_RELEASE, record["targets"][index]
+            change = f"{current} -> {target}" if current != target else f"{target}, which does not serve"
             lines.append(f"{name}: replica {index}: {change}")
     sizes = batch_sizes(len(due), batches)
     return [

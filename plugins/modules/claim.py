@@ -24,10 +24,21 @@ options:
     description: Whether to go back to what was there before the latest rollout. Twice is once.
     type: bool
     default: false
-  whole:
-    description: Whether the node is touched although no release differs, by a new driver for example.
+  drained:
+    description: The steps for which the node is touched although no release differs, a new driver for example.
+    type: str
+    default: ""
+  drained_done:
+    description: Whether the node has done them.
     type: bool
     default: false
+  unfinished:
+    description:
+      - The rollouts with these steps that other nodes still have to finish. A node that has finished one of them is
+        left alone.
+    type: list
+    elements: str
+    default: []
   lease:
     description: Seconds without a sign of a rollout of another controller, after which it is taken over.
     type: int
@@ -89,11 +100,19 @@ record:
   description: What C(wanted.json) holds.
   returned: always
   type: dict
+found:
+  description: What it held before; empty when there was none.
+  returned: always
+  type: dict
 differs:
   description: The replicas that do not serve what they have to run.
   returned: always
   type: list
   elements: str
+current:
+  description: By replica the release that it points at.
+  returned: always
+  type: dict
 conflict:
   description: Who has the node, and what to do; empty when nobody else has.
   returned: always
@@ -186,6 +205,7 @@ def state_of(module: AnsibleModule, unit: str) -> tuple[str, str]:
 
 def look(module: AnsibleModule, state: Path, indexes: list[str], alive: bool | None) -> Seen:
     """Return what the node shows of these replicas."""
+    journals = {index: read_json(state / "replicas" / index / "switch.json") for index in indexes}
     links = {index: state / "replicas" / index / "current" for index in indexes}
     current = {index: link.readlink().name if link.is_symlink() else None for index, link in links.items()}
     held = (state / "held").exists()
@@ -194,7 +214,7 @@ def look(module: AnsibleModule, state: Path, indexes: list[str], alive: bool | N
         for index in indexes
         if held
         or (state / "replicas" / index / "out" / "rollout").exists()
-        or _half_switched(state / "replicas" / index / "switch.json")
+        or _half_switched(journals[index])
         or state_of(module, f"vllm-replica@{index}.service")[0] != "active"
     }
     active, sub = state_of(module, _JOB)
@@ -202,9 +222,8 @@ def look(module: AnsibleModule, state: Path, indexes: list[str], alive: bool | N
     return Seen(current, frozenset(unsettled), job, alive)
 
 
-def _half_switched(journal: Path) -> bool:
-    value = read_json(journal)
-    return isinstance(value, dict) and "outcome" in value and value["outcome"] is None
+def _half_switched(journal: Any) -> bool:
+    return isinstance(journal, dict) and "outcome" in journal and journal["outcome"] is None
 
 
 def answer(module: AnsibleModule) -> dict[str, Any]:
@@ -221,14 +240,17 @@ def answer(module: AnsibleModule) -> dict[str, Any]:
         since=now.isoformat(timespec="seconds"),
         targets={str(index): str(release) for index, release in options["targets"].items()},
         back=options["back"],
-        whole=options["whole"],
+        drained=options["drained"],
+        drained_done=options["drained_done"],
+        unfinished=frozenset(options["unfinished"]),
         lease=options["lease"],
         take_over=options["take_over"],
     )
     record = read_record(path)
     indexes = sorted({*wish.targets, *(record["targets"] if record else ())})
     alive = options["seen_alive"] if record and options["seen_rollout"] == record["rollout"] else None
-    verdict = decide(record, wish, look(module, state, indexes, alive))
+    seen = look(module, state, indexes, alive)
+    verdict = decide(record, wish, seen)
     if (verdict.changed or verdict.renewed) and verdict.record is not None and not module.check_mode:
         write_record(path, verdict.record)
     shown = verdict.record or {}
@@ -237,7 +259,9 @@ def answer(module: AnsibleModule) -> dict[str, Any]:
         "changed": verdict.changed,
         "id": "" if nothing else shown.get("rollout", ""),
         "record": shown,
+        "found": record or {},
         "differs": list(verdict.differs),
+        "current": dict(seen.current),
         "conflict": verdict.conflict,
         "note": verdict.note,
         "ask": verdict.ask,
@@ -250,7 +274,9 @@ def main() -> None:
         argument_spec={
             "targets": {"type": "dict", "default": {}},
             "back": {"type": "bool", "default": False},
-            "whole": {"type": "bool", "default": False},
+            "drained": {"type": "str", "default": ""},
+            "drained_done": {"type": "bool", "default": False},
+            "unfinished": {"type": "list", "elements": "str", "default": []},
             "lease": {"type": "int", "default": 21600},
             "take_over": {"type": "str", "default": ""},
             "state_dir": {"type": "path", "default": "/var/lib/gpu-node"},

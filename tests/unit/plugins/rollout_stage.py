@@ -50,18 +50,27 @@ class ActionModule(ActionBase):
         BODY
 """
 CLAIM = """
-        back = args.get("back")
+        back, drained = args.get("back"), args.get("drained")
         wanted = args["targets"] or fake.get("back", {"0": "0" * 12})
         differs = fake.get("differs", ["0"])
+        found = fake.get("found", {})
         if self._task.check_mode and not task_vars.get("ansible_check_mode"):
-            return {"changed": True, "conflict": fake.get("conflict", "")}
-        say("claim" + (" back" if back else "") + (" whole" if args.get("whole") else "") + " " + wanted.get("0", "-"))
+            return {"changed": True, "conflict": fake.get("conflict", ""), "found": found}
+        steps = " " + drained.rpartition("/")[2] + (" done" if args.get("drained_done") else "") if drained else ""
+        say("claim" + (" back" if back else "") + steps + " " + wanted.get("0", "-"))
         if fake.get("conflict"):
             return {"failed": True, "msg": fake["conflict"]}
         before = fake.get("before", {"0": "0" * 12, "1": "0" * 12})
-        due = differs or args.get("whole")
-        record = {"state": "staged" if due else "done", "targets": wanted, "before": before, "by": "alice@ctl"}
-        return {"changed": True, "id": "r1", "record": record, "differs": differs}
+        ended = found.get("rollout") in args.get("unfinished", []) and found.get("drained_done")
+        due = differs or (drained and not ended)
+        record = {
+            "state": "staged" if due else "done",
+            "targets": wanted,
+            "before": before,
+            "by": "alice@ctl",
+            "drained": drained,
+        }
+        return {"changed": True, "id": "r1", "record": record, "differs": differs, "current": before}
 """
 FOLLOW = """
         verb = " ".join(args["argv"][1:])

@@ -44,6 +44,8 @@ def record(**more: Any) -> dict[str, Any]:
         "targets": BOTH,
         "before": {"0": OLD, "1": OLD},
         "back_of": None,
+        "drained": "",
+        "drained_done": False,
         **more,
     }
 
@@ -101,11 +103,6 @@ def test_a_replica_that_left_its_release_is_brought_back() -> None:
     assert decide(record(state="done"), wish(), seen(NEW, NEW, unsettled=frozenset("0"))).differs == ("0",)
 
 
-def test_a_node_that_is_touched_as_a_whole_is_taken_though_nothing_differs() -> None:
-    verdict = decide(record(state="done"), wish(whole=True), seen(NEW, NEW))
-    assert (taken(verdict)["state"], verdict.differs) == ("staged", ())
-
-
 def test_a_node_where_nothing_differs_is_done_at_once() -> None:
     assert taken(decide(None, wish(), seen(NEW, NEW)))["state"] == "done"
 
@@ -128,11 +125,112 @@ def test_other_releases_have_their_own_way_back() -> None:
     assert taken(verdict)["before"] == {"0": NEW, "1": OLD}
 
 
+@pytest.mark.parametrize("state", ["running", "staged", "failed", "done"])
+def test_who_wants_the_same_goes_on_with_the_rollout_that_wanted_it_first(state: str) -> None:
+    verdict = decide(record(state=state), wish(), seen(NEW, OTHER, alive=False))
+    made = taken(verdict)
+    assert (made["rollout"], made["by"], made["controller"], made["since"]) == (
+        "a",
+        "bob@ctl",
+        BOB,
+        "2026-12-01T09:00:00+00:00",
+    )
+    assert taken(decide(record(state=state), wish(targets={"0": OTHER}), seen(alive=False)))["rollout"] == "b"
+
+
+def test_a_replica_that_died_does_not_cost_the_way_back() -> None:
+    again = taken(decide(record(state="done"), wish(), seen(NEW, NEW, unsettled=frozenset("0"))))
+    assert again["before"] == {"0": OLD, "1": OLD}
+    verdict = decide({**again, "state": "done"}, back(), seen(NEW, NEW))
+    assert (taken(verdict)["targets"], verdict.differs) == ({"0": OLD, "1": OLD}, ("0", "1"))
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_a_node_whose_bake_failed_or_was_cut_short_still_has_to_bake(state: str) -> None:
+    verdict = decide(record(state=state), wish(), seen(NEW, NEW, alive=False))
+    assert (taken(verdict)["state"], verdict.differs) == ("staged", ())
+    # nothing was switched here, so there is nothing to prove
+    alike = record(state=state, before=BOTH)
+    assert taken(decide(alike, wish(), seen(NEW, NEW, alive=False)))["state"] == "done"
+
+
+def test_the_way_back_that_becomes_the_wish_stays_the_way_back() -> None:
+    """The inventory was mended after it, and a replica is down: going back once more is no way forward."""
+    gone_back = record(state="done", targets={"0": OLD}, before={"0": NEW}, back_of="a", rollout="x")
+    again = taken(decide(gone_back, wish(targets={"0": OLD}), seen(OLD, unsettled=frozenset("0"))))
+    assert (again["rollout"], again["back_of"]) == ("x", "a")
+    assert "taken back already" in decide({**again, "state": "done"}, back(), seen(OLD)).note
+
+
 def test_our_own_claim_is_only_renewed() -> None:
     mine = record(controller=BOB, rollout="b")
     verdict = decide(mine, wish(), seen())
     assert (verdict.changed, verdict.renewed, verdict.differs) == (False, True, ("0", "1"))
     assert verdict.record == {**mine, "renewed": NOW}
+
+
+# What is done on a drained node
+
+DRIVER = {"drained": "driver"}
+STEPS_DONE = {"drained": "driver", "drained_done": True}
+
+
+def test_a_node_is_drained_though_nothing_differs_and_by_a_rollout_of_its_own() -> None:
+    verdict = decide(record(state="done"), wish(**DRIVER), seen(NEW, NEW))
+    made = taken(verdict)
+    assert (made["rollout"], made["state"], verdict.differs) == ("b", "staged", ())
+    assert (made["drained"], made["drained_done"], made["before"]) == ("driver", False, BOTH)
+
+
+def test_steps_that_were_done_are_not_done_again_while_their_rollout_is_unfinished_elsewhere() -> None:
+    done = record(state="done", before=BOTH, **STEPS_DONE)
+    verdict = decide(done, wish(**DRIVER, unfinished=frozenset("a")), seen(NEW, NEW))
+    assert (verdict.record, verdict.changed, verdict.differs) == (done, False, ())
+    # it ended everywhere, or what is unfinished is another one: the operator wants them again
+    for unfinished in ("", "z"):
+        again = decide(done, wish(**DRIVER, unfinished=frozenset(unfinished)), seen(NEW, NEW))
+        assert (taken(again)["rollout"], taken(again)["state"]) == ("b", "staged")
+    other = decide(done, wish(drained="qualify", unfinished=frozenset("a")), seen(NEW, NEW))
+    assert taken(other)["state"] == "staged"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"state": "running", **DRIVER},
+        {"state": "failed", **STEPS_DONE},
+        # the step failed, and its replicas were started again
+        {"state": "done", **DRIVER},
+    ],
+)
+def test_steps_that_are_left_are_done_by_the_same_rollout(left: dict[str, Any]) -> None:
+    found = record(before=BOTH, **left)
+    verdict = decide(found, wish(**DRIVER, unfinished=frozenset("a")), seen(NEW, NEW, alive=False))
+    made = taken(verdict)
+    assert (made["rollout"], made["state"], made["drained_done"]) == ("a", "staged", False)
+    # a driver may bring other releases
+    moved = decide(found, wish(**DRIVER, targets={"0": OTHER, "1": OTHER}), seen(NEW, NEW, alive=False))
+    assert (taken(moved)["rollout"], taken(moved)["before"]) == ("a", BOTH)
+
+
+def test_our_own_steps_are_noted_as_done_and_keep_rollout_and_way_back() -> None:
+    mine = record(controller=BOB, rollout="a", **DRIVER)
+    verdict = decide(mine, wish(**STEPS_DONE, targets={"0": OTHER, "1": OTHER}), seen(unsettled=frozenset("01")))
+    made = taken(verdict)
+    assert (made["rollout"], made["state"], made["drained_done"]) == ("a", "staged", True)
+    assert made["before"] == {"0": OLD, "1": OLD}
+    same = decide(mine, wish(**STEPS_DONE), seen(unsettled=frozenset("01")))
+    assert same.record == {**mine, "renewed": NOW, "drained_done": True}
+
+
+def test_who_rolls_out_without_the_steps_gives_them_up() -> None:
+    made = taken(decide(record(state="failed", **DRIVER), wish(), seen(OLD, OLD)))
+    assert (made["rollout"], made["drained"]) == ("a", "")
+
+
+def test_a_job_that_outlived_its_controller_keeps_the_steps_that_were_done() -> None:
+    verdict = decide(record(**STEPS_DONE), wish(**DRIVER), seen(NEW, OLD, job=True, alive=False))
+    assert taken(verdict)["drained_done"] is True
 
 
 # Whose it is
@@ -172,7 +270,8 @@ def test_a_running_job_is_a_sign_of_its_rollout() -> None:
 
 def test_another_controller_that_is_known_to_be_gone_is_taken_over_by_name() -> None:
     assert decide(record(controller=FAR), wish(take_over="other"), seen()).conflict
-    assert taken(decide(record(controller=FAR), wish(take_over="a"), seen()))["rollout"] == "b"
+    made = taken(decide(record(controller=FAR), wish(take_over="a"), seen()))
+    assert (made["controller"], made["by"]) == (BOB, "bob@ctl")
 
 
 # A job that outlived its controller
@@ -332,17 +431,17 @@ def test_what_was_looked_up_counts_for_that_rollout_alone(node: Node) -> None:
     assert node.ask(seen_rollout="z", seen_alive=False)["ask"] is True
     assert node.written() == record()
     assert node.ask(seen_rollout="a", seen_alive=False)["changed"] is True
-    assert node.written()["rollout"] == "b"
+    assert node.written()["by"] == "bob@ctl"
 
 
 def test_a_job_is_seen(node: Node) -> None:
     (node.root / "wanted.json").write_text(json.dumps(record()))
     node.units["gpu-node-rollout.service"] = "ActiveState=active\nSubState=running\n"
-    assert node.ask(seen_rollout="a", seen_alive=False)["id"] == "a"
+    assert node.ask(seen_rollout="a", seen_alive=False)["record"]["state"] == "running"
     # one that ended stays loaded
     node.units["gpu-node-rollout.service"] = "ActiveState=active\nSubState=exited\n"
     (node.root / "wanted.json").write_text(json.dumps(record()))
-    assert node.ask(seen_rollout="a", seen_alive=False)["id"] == "b"
+    assert node.ask(seen_rollout="a", seen_alive=False)["record"]["state"] == "staged"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rollout": 3}', json.dumps({**record(), "state": "new"})])

@@ -135,9 +135,9 @@ def test_a_drained_step_is_done_between_leaving_and_coming_back(tmp_path: Path) 
     found = stage(tmp_path, n1={"differs": []})
     _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls"))
     assert "no release differs; its replicas are started anew" in output
-    staged = ["serving_plan/resolve", "replica/write_releases", "claim whole 111111111111"]
+    staged = ["serving_plan/resolve", "replica/write_releases", "claim own.yml done 111111111111"]
     assert found.calls("n1")[5:] == [
-        "claim whole 111111111111",
+        "claim own.yml 111111111111",
         *CONVERGE,
         "gpu-node-rollout: leave r1",
         "own tasks",
@@ -153,12 +153,28 @@ def test_a_drained_step_that_fails_brings_the_replicas_back_and_stops(tmp_path: 
     assert found.calls("n1")[-4:] == [
         "gpu-node-rollout: leave r1",
         "own tasks",
-        "claim whole 000000000000",
+        "claim own.yml 000000000000",
         "gpu-node-rollout: rollout r1",
     ]
     assert "no firmware; its replicas serve again what they served before" in output
     assert "rollout r1 stopped at n1" in output
     assert not any("leave" in line for line in found.calls("n2"))
+
+
+def test_drained_steps_that_were_interrupted_go_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
+    steps = own_tasks(tmp_path, tmp_path / "calls")
+    record = {"drained": steps.partition("=")[2], "rollout": "r0"}
+    ended = {"differs": [], "found": {**record, "state": "done", "drained_done": True}}
+    # its replicas were started again after the step had failed
+    failed = {"differs": [], "found": {**record, "state": "done", "drained_done": False}}
+    found = stage(tmp_path, n1=ended, n2=failed)
+    counts, output = found.run("rollout", "-e", steps)
+    assert counts["n2"]["failed"] == 0, output
+    assert "1 of 2 nodes to be changed" in output
+    assert ("own tasks" in found.calls("n1"), "own tasks" in found.calls("n2")) == (False, True)
+    # where no node is left the operator wants them again
+    found.hosts["n2"] = ended
+    assert "2 of 2 nodes to be changed" in found.run("rollout", "-e", steps)[1]
 
 
 @pytest.mark.full

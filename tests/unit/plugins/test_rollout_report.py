@@ -6,7 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.serving.gpu_node.plugins.filter.rollout import nodes_without, rollout_facts, status_answers
+from ansible_collections.serving.gpu_node.plugins.filter.rollout import (
+    nodes_without,
+    rollout_facts,
+    status_answers,
+    unfinished_rollouts,
+)
 from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report import (
     batch_sizes,
     describe_ahead,
@@ -21,8 +26,8 @@ OLD, NEW = "0" * 12, "1" * 12
 
 
 def due(differs: list[str], **more: Any) -> dict[str, Any]:
-    record = {"targets": {"0": NEW, "1": NEW}, "before": {"0": OLD, "1": None}, **more}
-    return {"due": True, "differs": differs, "record": record}
+    record = {"targets": {"0": NEW, "1": NEW}, "before": {"0": OLD, "1": None}}
+    return {"due": True, "differs": differs, "record": record, "current": {"0": OLD, "1": None}, **more}
 
 
 def test_what_is_ahead_names_each_replica() -> None:
@@ -31,12 +36,14 @@ def test_what_is_ahead_names_each_replica() -> None:
         "2 of 3 nodes to be changed, in batches of 1, 1",
         f"n1: replica 0: {OLD} -> {NEW}",
         f"n1: replica 1: none -> {NEW}",
-        "n3: no release differs; its replicas are started anew",
+        "n3: no release differs; its bake is left",
     ]
+    nodes["n3"]["record"]["drained"] = "qualify"
+    assert describe_ahead(nodes, [1])[-1] == "n3: no release differs; its replicas are started anew"
 
 
 def test_a_replica_that_only_does_not_serve_is_said_to() -> None:
-    text = describe_ahead({"n1": due(["0"], before={"0": NEW})}, [1])[1]
+    text = describe_ahead({"n1": due(["0"], current={"0": NEW})}, [1])[1]
     assert text == f"n1: replica 0: {NEW}, which does not serve"
 
 
@@ -176,3 +183,22 @@ def test_facts_of_nodes_that_did_not_come_far() -> None:
     assert (found["n1"]["due"], found["n1"]["finished"]) == (True, True)
     assert found["n2"] == {"finished": False, "failure": {}}
     assert nodes_without(["n1", "n2"], hostvars, "rollout_result") == ["n2"]
+
+
+def test_a_drained_rollout_is_unfinished_while_a_node_has_its_steps_left() -> None:
+    def look(**found: Any) -> dict[str, Any]:
+        return {"__rollout_look": {"found": {"state": "done", "drained": "driver", "drained_done": True, **found}}}
+
+    hostvars = {
+        "n1": look(rollout="r1"),
+        "n2": look(rollout="r2", state="failed"),
+        "n3": look(rollout="r3", drained_done=False),
+        "n4": look(rollout="r4", state="failed", drained="qualify"),
+        "n5": {"__rollout_look": {"found": {}}},
+        "n6": {"__rollout_look": {"unreachable": True}},
+        "n7": {},
+        # written by an earlier version
+        "n8": {"__rollout_look": {"found": {"rollout": "r8", "state": "failed"}}},
+    }
+    assert unfinished_rollouts(list(hostvars), hostvars, "driver") == ["r2", "r3"]
+    assert unfinished_rollouts(list(hostvars), hostvars, "") == []
