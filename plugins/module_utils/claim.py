@@ -47,12 +47,18 @@ class Seen:
     """What a node shows: the release that each replica points at, those that do not serve it, whether a job runs.
 
     ``alive``: whether the controller of the record's rollout still runs, where that can be told and was looked up.
+    ``served``: what a replica served before, where it points at a release that never passed its gates.
     """
 
     current: Mapping[str, str | None]
     unsettled: frozenset[str] = frozenset()
     job: bool = False
     alive: bool | None = None
+    served: Mapping[str, str | None] = field(default_factory=dict)
+
+    def proven(self, index: str) -> str | None:
+        """Return the release that a replica can go back to."""
+        return self.served[index] if index in self.served else self.current.get(index)
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
             steps["drained_done"] = bool(record.get("drained_done"))
         kept = {**record, **steps, "controller": dict(wish.controller), "renewed": wish.now}
         return Verdict(kept, differs, changed=not mine, renewed=True, note=note)
-    before = {index: seen.current.get(index) for index in targets}
+    before = {index: seen.proven(index) for index in targets}
     rollout, unproven = wish.rollout, False
     if record is not None and (mine or _goes_on(record, wish, same)):
         # Who wants the same goes on with the rollout that wanted it first, whose way back it keeps.
@@ -200,7 +206,7 @@ def _targets(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> tuple[dic
         if record["state"] == "done":
             return {}, None, f"rollout {record['back_of']} was taken back already"
         return dict(record["targets"]), record["back_of"], ""
-    wanted = {index: record["before"].get(index) or seen.current.get(index) for index in record["targets"]}
+    wanted = {index: record["before"].get(index) or seen.proven(index) for index in record["targets"]}
     targets = {index: release for index, release in wanted.items() if release}
     if not targets:
         return {}, None, f"nothing served here before rollout {record['rollout']}"

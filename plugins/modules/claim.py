@@ -219,11 +219,19 @@ def look(module: AnsibleModule, state: Path, indexes: list[str], alive: bool | N
     }
     active, sub = state_of(module, _JOB)
     job = active in ("activating", "active", "deactivating") and sub != "exited"
-    return Seen(current, frozenset(unsettled), job, alive)
+    served = {index: journals[index].get("from") for index in unsettled if _unproven(journals[index])}
+    return Seen(current, frozenset(unsettled), job, alive, served)
 
 
 def _half_switched(journal: Any) -> bool:
     return isinstance(journal, dict) and "outcome" in journal and journal["outcome"] is None
+
+
+def _unproven(journal: Any) -> bool:
+    """Tell whether what a replica points at never passed its gates: a switch was cut short, or failed both ways."""
+    if not isinstance(journal, dict):
+        return False
+    return (_half_switched(journal) and journal.get("step") != "in") or journal.get("outcome") == "failed"
 
 
 def answer(module: AnsibleModule) -> dict[str, Any]:

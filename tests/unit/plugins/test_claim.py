@@ -162,6 +162,15 @@ def test_the_way_back_that_becomes_the_wish_stays_the_way_back() -> None:
     assert "taken back already" in decide({**again, "state": "done"}, back(), seen(OLD)).note
 
 
+def test_a_release_that_never_passed_its_gates_is_no_way_back() -> None:
+    """v1 -> v2 is cut short by a reboot, v3 takes its place."""
+    half = seen(OTHER, OLD, unsettled=frozenset("0"), served={"0": OLD}, alive=False)
+    made = taken(decide(record(targets={"0": OTHER, "1": OTHER}), wish(), half))
+    assert made["before"] == {"0": OLD, "1": OLD}
+    first = seen(OTHER, None, unsettled=frozenset("01"), served={"0": None})
+    assert taken(decide(None, wish(), first))["before"] == {"0": None, "1": None}
+
+
 def test_our_own_claim_is_only_renewed() -> None:
     mine = record(controller=BOB, rollout="b")
     verdict = decide(mine, wish(), seen())
@@ -422,6 +431,27 @@ def test_a_replica_that_an_operator_took_out_serves_its_release_all_the_same(nod
     (node.root / "replicas/1/out/operator").write_text("{}")
     (node.root / "replicas/1/switch.json").write_text('{"outcome": "new", "step": "in"}')
     assert node.ask()["differs"] == []
+
+
+@pytest.mark.parametrize(
+    ("journal", "before"),
+    [
+        ({"outcome": None, "step": "gate", "from": OLD}, OLD),
+        ({"outcome": None, "step": "start", "from": None}, None),
+        ({"outcome": "failed", "step": "give_up", "from": OLD}, OLD),
+        # it passed its gates
+        ({"outcome": None, "step": "in", "from": OLD}, OTHER),
+        ({"outcome": "new", "step": "in", "from": OLD}, OTHER),
+        ([], OTHER),
+    ],
+)
+def test_what_served_before_is_what_passed_its_gates(node: Node, journal: Any, before: str | None) -> None:
+    node.point("1", OTHER)
+    (node.root / "replicas/1/out/rollout").write_text("{}")
+    (node.root / "replicas/1/switch.json").write_text(json.dumps(journal))
+    answer = node.ask()
+    assert answer["record"]["before"] == {"0": OLD, "1": before}
+    assert answer["current"] == {"0": OLD, "1": OTHER}
 
 
 def test_what_was_looked_up_counts_for_that_rollout_alone(node: Node) -> None:
