@@ -35,6 +35,20 @@ _DKMS = re.compile(
 _NVIDIA_PACKAGE = re.compile(r"(?:lib)?nvidia-.*|.*-nvidia-.*|cuda-drivers.*|xserver-xorg-video-nvidia.*|libcuda1")
 
 
+def parse_free_memory(text: str) -> int | None:
+    """Return the bytes that nothing uses, of ``/proc/meminfo`` or a NUMA node's ``meminfo``; None when it has none.
+
+    A node does not tell what is available: what is free, and caches of files, which make way.
+    """
+    told = {name: int(number) * 1024 for name, number in re.findall(r"\b(\w+):\s+([0-9]{1,15}) kB", text)}
+    if "MemAvailable" in told:
+        return told["MemAvailable"]
+    if "MemFree" not in told:
+        return None
+    files = told.get("FilePages", 0) - told.get("Shmem", 0)
+    return told["MemFree"] + max(0, files) + told.get("SReclaimable", 0)
+
+
 def parse_os_release(text: str) -> dict[str, str]:
     """Return ``{"id", "version_id", "codename", "name"}`` of an ``/etc/os-release``; empty texts where it has none."""
     fields = {}

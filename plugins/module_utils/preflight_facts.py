@@ -28,6 +28,7 @@ EMPTY_HOST: dict[str, Any] = {
     "container": False,
     "secure_boot": None,
     "space": {},
+    "free_memory": {"machine": None, "nodes": {}},
     "numa_balancing": None,
     "time_synchronized": None,
     "apt_lock": None,

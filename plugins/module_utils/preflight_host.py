@@ -114,32 +114,60 @@ def _check_memory(facts: Facts) -> list[Check]:
             "a memory module may be missing or off; look at the board's log (ipmitool sel list) and at dmidecode -t 17"
         )
         checks.append(finding("memory", WARNING, seen, "the same on each NUMA node", remedy))
-    for pinned, size, replicas in _memory_needs(facts):
+    for pinned, count, caps, need in _memory_of_replicas(facts):
         known = [nodes[node] for node in pinned if node in nodes]
         there = sum(known) if pinned and len(known) == len(pinned) else facts.topology.get("memory_bytes")
         where = f"NUMA node {', '.join(map(str, pinned))}" if pinned else "the machine"
-        wanted = f"{gib_text(size)} for {replicas} {'replica' if replicas == 1 else 'replicas'}"
+        replicas = f"{count} {'replica' if count == 1 else 'replicas'}"
+        wanted = f"{gib_text(caps)} for {replicas}"
         if not there:
             checks.append(finding("memory", WARNING, f"{where}: not told", wanted, "look at free -g"))
             continue
-        remedy = "add memory, lower container_memory, or run fewer replicas"
-        level = FAILURE if there < size else OK
+        # Whether what they need fits is the plan's to say; a cap is a limit, which takes nothing.
+        remedy = "lower container_memory, so that one that grows meets its own cap before the machine's end"
+        level = WARNING if there < caps else OK
         checks.append(finding("memory", level, f"{where}: {gib_text(there)}", wanted, remedy))
+        free = _free_memory(facts, pinned)
+        if need and free is not None and free < need:
+            remedy = (
+                "see what holds it (numastat -m, reserved huge pages too) and end that; where it goes by itself, as a "
+                "file system's own cache does, set preflight_accepted: [memory]"
+            )
+            wanted = f"{gib_text(need)}, which {replicas} will take"
+            checks.append(finding("memory", FAILURE, f"{where}: {gib_text(free)} not in use", wanted, remedy))
     return checks
 
 
-def _memory_needs(facts: Facts) -> list[tuple[list[int], int, int]]:
-    """Return NUMA nodes, bytes and replicas for each set of nodes that replicas are pinned to."""
+def _memory_of_replicas(facts: Facts) -> list[tuple[list[int], int, int, int]]:
+    """Return NUMA nodes, replicas, and the bytes of their caps and needs (0 when not known) by where they are pinned.
+
+    Without a plan nothing is known of needs and places.
+    """
     if not facts.plan:
         settings = facts.wanted.get("settings", {})
         count, cap = settings.get("replicas", 0), settings.get("container_memory")
-        return [([], count * podman_bytes(cap), count)] if count and cap else []
-    cap_bytes = podman_bytes(facts.plan["container"]["memory"])
+        return [([], count, count * podman_bytes(cap), 0)] if count and cap else []
+    container = facts.plan["container"]
     pinned = [replica["memory_nodes"] for replica in facts.plan["replicas"]]
-    return [
-        ([int(node) for node in nodes.split(",") if node], cap_bytes * pinned.count(nodes), pinned.count(nodes))
-        for nodes in dict.fromkeys(pinned)
-    ]
+    found = []
+    for nodes in dict.fromkeys(pinned):
+        count = pinned.count(nodes)
+        numbers = [int(node) for node in nodes.split(",") if node]
+        found.append(
+            (numbers, count, count * podman_bytes(container["memory"]), count * (container["need_bytes"] or 0))
+        )
+    return found
+
+
+def _free_memory(facts: Facts, pinned: list[int]) -> int | None:
+    """Return the bytes that nothing uses; None when nobody can tell, or when the node's own replicas may use some."""
+    if facts.topology.get("releases"):
+        return None
+    free: dict[str, Any] = facts.host["free_memory"]
+    if not pinned:
+        return free.get("machine")
+    nodes = [free.get("nodes", {}).get(str(node)) for node in pinned]
+    return None if None in nodes else sum(nodes)
 
 
 def _check_numa_balancing(facts: Facts) -> list[Check]:

@@ -72,6 +72,10 @@ host:
         By folder of C(paths) the C(free_bytes) and C(total_bytes) of its file system, the C(device) number that folders
         on the same one share, and of C(measured) folders the C(used_bytes) of their files (0 for the others).
       type: dict
+    free_memory:
+      description: >-
+        Bytes that nothing uses, caches of files counted as free: of the C(machine), and by number of its NUMA C(nodes).
+      type: dict
     numa_balancing:
       description: Whether the kernel moves memory between NUMA nodes by itself.
       type: bool
@@ -141,6 +145,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import
     parse_bar1,
     parse_dkms_status,
     parse_dpkg_status,
+    parse_free_memory,
     parse_link,
     parse_locks,
     parse_modules,
@@ -249,6 +254,14 @@ def read_space(path: str, measured: bool) -> dict[str, int] | None:
         "device": device,
         "used_bytes": used,
     }
+
+
+def read_free_memory(root: Path) -> dict[str, Any]:
+    """Read what nothing uses, of the machine and of each NUMA node."""
+    folder = root / "sys/devices/system/node"
+    numbers = [name[4:] for name in _names(folder) if name.startswith("node") and name[4:].isdecimal()]
+    free = {number: parse_free_memory(_read(folder / f"node{number}/meminfo")) for number in numbers}
+    return {"machine": parse_free_memory(_read(root / "proc/meminfo")), "nodes": free}
 
 
 def _used_bytes(folder: Path) -> int:
@@ -419,6 +432,7 @@ def read_host(root: Path, ask: Ask, space: dict[str, dict[str, int]]) -> dict[st
         ),
         "secure_boot": read_secure_boot(root),
         "space": space,
+        "free_memory": read_free_memory(root),
         "numa_balancing": parse_switch(_read(root / "proc/sys/kernel/numa_balancing")),
         "time_synchronized": parse_yes(ask(["timedatectl", "show", "-p", "NTPSynchronized", "--value"])),
         "apt_lock": read_apt_lock(root),

@@ -521,3 +521,18 @@ def test_on_this_machine(check: bool, tmp_path: Path) -> None:
     assert set(host["space"]) == {str(tmp_path), "/no/such/folder"}
     assert 0 < host["space"][str(tmp_path)]["free_bytes"] <= host["space"][str(tmp_path)]["total_bytes"]
     assert host["os"]["id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "free"),
+    [
+        ("MemTotal: 9 kB\nMemFree: 2 kB\nMemAvailable:   7 kB\n", 7 * 1024),
+        ("Node 1 MemFree: 2 kB\nNode 1 FilePages: 10 kB\nNode 1 Shmem: 4 kB\nNode 1 SReclaimable: 1 kB\n", 9 * 1024),
+        # an offload in /dev/shm is no cache that makes way
+        ("Node 1 MemFree: 2 kB\nNode 1 FilePages: 3 kB\nNode 1 Shmem: 4 kB\n", 2 * 1024),
+        ("Node 1 MemTotal: 9 kB\n", None),
+        ("", None),
+    ],
+)
+def test_free_memory(text: str, free: int | None) -> None:
+    assert parse.parse_free_memory(text) == free

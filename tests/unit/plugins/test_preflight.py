@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plugins import host_fixtures
-from tests.unit.plugins.samples import ROOT, SOURCES, listener, profile, topology
+from tests.unit.plugins.samples import ROOT, SOURCES, gpu, listener, numa_node, profile, topology
 
 CASES = sorted(path.parent.name for path in host_fixtures.HOSTS.glob("*/files.txt"))
 KNOWN_DRIVERS = yaml.safe_load((ROOT / "roles/nvidia_driver/vars/main.yml").read_text())["_nvidia_driver_known"]
@@ -276,7 +276,14 @@ FAULTS: list[tuple[str, set[tuple[str, str]], set[tuple[str, str]], dict[str, li
         {("memory", "warning")},
         {"memory": ["node 0: 720.0 GiB, node 1: 480.0 GiB", "NUMA node 1: 480.0 GiB | 400.0 GiB for 1 replica"]},
     ),
-    ("memory-short", {("memory", "failure")}, {("memory", "failure")}, {"memory": ["800.0 GiB for 2 replicas"]}),
+    # That it is too little for what they need is the plan's to say.
+    ("memory-short", {("memory", "warning")}, {("memory", "warning")}, {"memory": ["800.0 GiB for 2 replicas"]}),
+    (
+        "memory-in-use",
+        {("memory", "failure")},
+        {("memory", "failure")},
+        {"memory": ["NUMA node 1: 372.0 GiB not in use | 388.7 GiB, which 1 replica will take", "numastat -m"]},
+    ),
     (
         "half-installed",
         {("packages", "warning")},
@@ -345,6 +352,35 @@ def test_every_check_fails_or_warns_on_some_machine_and_is_good_on_the_good_one(
     shown = {check for _, managed, verified, _ in FAULTS for check, _ in managed | verified}
     # A full disk, a held lock and readings that disagree are made by tests of their own below.
     assert {*CHECK_NAMES} - shown == {"space", "apt_lock", "topology"}
+
+
+def test_memory_that_the_nodes_own_replicas_hold_is_no_fault(tmp_path: Path) -> None:
+    root = host_fixtures.lay_out("memory-in-use", tmp_path)
+    read, host = host_fixtures.read_topology(root), host_fixtures.read_host(root)
+    plan = build_plan(profile("8x"), {}, read, False, SOURCES["8x"])
+    wanted = wanted_of(profile("8x"), {}, SOURCES["8x"], variables())
+
+    def levels(releases: dict[str, Any], free: Any = host["free_memory"]) -> list[str]:
+        found = check_host({**host, "free_memory": free}, {**read, "releases": releases}, plan, wanted)
+        return [item["level"] for item in found if item["check"] == "memory"]
+
+    assert levels({}) == ["ok", "ok", "failure"]
+    assert levels({"0": {}}) == ["ok", "ok"]
+    # nor is what nobody can tell
+    assert levels({}, {"machine": 1, "nodes": {"0": 2**40, "1": None}}) == ["ok", "ok"]
+
+
+def test_caps_beyond_the_memory_are_a_warning_as_in_the_plan(tmp_path: Path) -> None:
+    """One socket with 790 GiB takes two replicas that need 388.7 GiB each; their caps are 800 GiB together."""
+    cards = [gpu(number, 0) for number in range(8)]
+    node = topology([numa_node(0, [*range(64)], 790, socket=0)], gpus=cards)
+    plan = build_plan(profile("8x"), {}, node, False, SOURCES["8x"])
+    (warning,) = plan["warnings"]
+    assert warning.startswith("container_memory: the caps of replica 0 and replica 1")
+    found = check_host({}, node, plan, wanted_of(profile("8x"), {}, SOURCES["8x"], variables()))
+    (memory,) = [item for item in found if item["check"] == "memory"]
+    assert (memory["level"], memory["seen"]) == ("warning", "NUMA node 0: 790.0 GiB")
+    assert memory["wanted"] == "800.0 GiB for 2 replicas"
 
 
 def test_a_packs_recipe_without_a_pack_is_refused() -> None:
