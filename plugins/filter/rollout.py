@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.claim import has_steps_left
+from ansible_collections.serving.gpu_node.plugins.module_utils.claim import has_steps_left, latest_rollout
 from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report import (
     describe_ahead,
     describe_fleet,
@@ -61,6 +61,15 @@ def _found(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, dict[
     return {name: dict(found) for name, found in looks.items() if found}
 
 
+def latest_rollouts(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return by rollout the nodes of which it is the latest one; the newest first."""
+    rollouts: dict[str, list[str]] = {}
+    # In one form and one zone, so that their order is that of time.
+    for name, record in sorted(_found(names, hostvars).items(), key=lambda one: str(one[1]["since"]), reverse=True):
+        rollouts.setdefault(latest_rollout(record), []).append(name)
+    return rollouts
+
+
 def unfinished_rollouts(names: Sequence[str], hostvars: Mapping[str, Any], steps: str) -> list[str]:
     """Return the rollouts with these drained steps that a node still has to finish."""
     found = _found(names, hostvars).values() if steps else ()
@@ -79,6 +88,7 @@ class FilterModule:
             "rollout_facts": rollout_facts,
             "rollout_ahead": describe_ahead,
             "rollout_stopped": describe_stop,
+            "latest_rollouts": latest_rollouts,
             "unfinished_rollouts": unfinished_rollouts,
             "status_answers": status_answers,
             "fleet_rows": fleet_rows,

@@ -23,7 +23,8 @@ class RecordError(ValueError):
 class Wish:
     """What a controller wants of a node.
 
-    ``targets`` are release ids by replica, empty to go back to what was there before the latest rollout (``back``).
+    ``targets`` are release ids by replica, empty to go back to what was there before the node's latest rollout
+    (``back``), if that is the one that is taken back (``back_of``, empty for any).
     ``drained``: the steps for which the node is touched although no release differs, and ``drained_done``: whether they
     were done here. ``unfinished``: the rollouts with these steps that other nodes of the play still have to finish.
     """
@@ -35,6 +36,7 @@ class Wish:
     since: str
     targets: Mapping[str, str] = field(default_factory=dict)
     back: bool = False
+    back_of: str = ""
     drained: str = ""
     drained_done: bool = False
     unfinished: frozenset[str] = frozenset()
@@ -173,6 +175,11 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
     return Verdict(fresh, differs, changed=True, note=note)
 
 
+def latest_rollout(record: Mapping[str, Any]) -> str:
+    """Return the rollout that a node goes back from, or went back from."""
+    return str(record.get("back_of") or record["rollout"])
+
+
 def has_steps_left(record: Mapping[str, Any], steps: str) -> bool:
     """Tell whether a node's rollout with these drained steps is unfinished there."""
     return record.get("drained") == steps and (record["state"] != "done" or not record.get("drained_done"))
@@ -202,6 +209,8 @@ def _targets(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> tuple[dic
         return dict(wish.targets), None, ""
     if record is None:
         return {}, None, "no rollout is known on this node, so there is nothing to take back"
+    if wish.back_of not in ("", latest_rollout(record)):
+        return {}, None, f"nothing of rollout {wish.back_of} to take back: its latest is {latest_rollout(record)}"
     if record.get("back_of") is not None:
         if record["state"] == "done":
             return {}, None, f"rollout {record['back_of']} was taken back already"

@@ -64,18 +64,24 @@ def failure_text(failure: Mapping[str, Any]) -> str:
 
 
 def describe_stop(
-    nodes: Mapping[str, Mapping[str, Any]], batch: Sequence[str], rollout: str, playbook: str
+    nodes: Mapping[str, Mapping[str, Any]], batch: Sequence[str], back: bool = False, limit: str = ""
 ) -> list[str]:
     """Say where a rollout stopped, why, and what to do.
 
-    :param nodes: by name ``due``, ``finished`` and, where it failed, ``failure`` (``task`` and ``result``).
+    :param nodes: by name what ``claim`` answered, ``due``, ``finished`` and, where it failed, ``failure`` (``task`` and
+        ``result``).
     :param batch: the nodes whose turn it was.
+    :param back: whether it takes a rollout back.
+    :param limit: what the playbook was limited to.
     """
     due = [name for name, node in nodes.items() if node.get("due")]
     stopped = [name for name in batch if not nodes[name].get("finished")]
     done = [name for name in due if nodes[name].get("finished")]
     untouched = [name for name in due if name not in done and name not in stopped]
-    lines = [f"rollout {rollout} stopped at {names(stopped)}"]
+    touched = [nodes[name] for name in (*stopped, *done)]
+    # Nodes may go on with a rollout that others were not part of.
+    ids = list(dict.fromkeys(str(node["record"]["back_of"] if back else node["id"]) for node in touched))
+    lines = [f"{'rollback of' if back else 'rollout'} {ids[0]} stopped at {names(stopped)}"]
     for name in stopped:
         failure = nodes[name].get("failure") or {}
         if failure:
@@ -84,11 +90,12 @@ def describe_stop(
             lines.append(f"- {name}: the connection was lost; what its job does goes on there")
     lines.append(f"done: {names(done) or 'none'}")
     lines.append(f"not touched: {names(untouched) or 'none'}")
-    lines.append(
-        f"Go on: mend the cause and run {playbook} again; it continues where it stopped. "
-        "Go back: ansible-playbook playbooks/rollback.yml"
-    )
-    return lines
+    only = f" -l '{limit}'" if limit else ""
+    ways = [f"ansible-playbook playbooks/rollback.yml -e rollback_of={one}{only}" for one in ids]
+    if back:
+        return [*lines, f"Go on: mend the cause and run it again: {ways[0]}"]
+    lines.append("Go on: mend the cause and run rollout.yml again as before; it continues where it stopped")
+    return [*lines, *(f"Go back: {way}" for way in ways)]
 
 
 def fleet_rows(answers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -24,6 +24,10 @@ options:
     description: Whether to go back to what was there before the latest rollout. Twice is once.
     type: bool
     default: false
+  back_of:
+    description: The rollout to take back. A node whose latest one is another is left alone. Empty takes back any.
+    type: str
+    default: ""
   drained:
     description: The steps for which the node is touched although no release differs, a new driver for example.
     type: str
@@ -248,6 +252,7 @@ def answer(module: AnsibleModule) -> dict[str, Any]:
         since=now.isoformat(timespec="seconds"),
         targets={str(index): str(release) for index, release in options["targets"].items()},
         back=options["back"],
+        back_of=options["back_of"],
         drained=options["drained"],
         drained_done=options["drained_done"],
         unfinished=frozenset(options["unfinished"]),
@@ -282,6 +287,7 @@ def main() -> None:
         argument_spec={
             "targets": {"type": "dict", "default": {}},
             "back": {"type": "bool", "default": False},
+            "back_of": {"type": "str", "default": ""},
             "drained": {"type": "str", "default": ""},
             "drained_done": {"type": "bool", "default": False},
             "unfinished": {"type": "list", "elements": "str", "default": []},

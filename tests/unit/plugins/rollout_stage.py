@@ -57,7 +57,7 @@ CLAIM = """
         if self._task.check_mode and not task_vars.get("ansible_check_mode"):
             return {"changed": True, "conflict": fake.get("conflict", ""), "found": found}
         steps = " " + drained.rpartition("/")[2] + (" done" if args.get("drained_done") else "") if drained else ""
-        say("claim" + (" back" if back else "") + steps + " " + wanted.get("0", "-"))
+        say("claim" + (" back " + args["back_of"] if back else "") + steps + " " + wanted.get("0", "-"))
         if fake.get("conflict"):
             return {"failed": True, "msg": fake["conflict"]}
         before = fake.get("before", {"0": "0" * 12, "1": "0" * 12})
@@ -69,6 +69,7 @@ CLAIM = """
             "before": before,
             "by": "alice@ctl",
             "drained": drained,
+            "back_of": args.get("back_of"),
         }
         return {"changed": True, "id": "r1", "record": record, "differs": differs, "current": before}
 """

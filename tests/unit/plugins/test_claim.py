@@ -307,6 +307,19 @@ def test_the_way_back_is_what_served_before() -> None:
     assert verdict.differs == ("0", "1")
 
 
+def test_only_the_rollout_that_is_taken_back_goes_back() -> None:
+    """R1 changed one node and failed, R0 is what the others have."""
+    other = record(state="done", rollout="r0")
+    verdict = decide(other, back(back_of="r1"), seen(NEW, NEW))
+    assert (verdict.record, verdict.changed, verdict.differs) == (other, False, ())
+    assert verdict.note == "nothing of rollout r1 to take back: its latest is r0"
+    assert taken(decide(record(rollout="r1"), back(back_of="r1"), seen(NEW, NEW, alive=False)))["back_of"] == "r1"
+    # also one that is held by somebody else is left alone
+    assert not decide(record(rollout="r0", controller=FAR), back(back_of="r1"), seen()).conflict
+    half = record(rollout="b", back_of="r1", state="failed", targets={"0": OLD}, before={"0": NEW})
+    assert taken(decide(half, back(back_of="r1"), seen(NEW)))["targets"] == {"0": OLD}
+
+
 def test_only_what_was_switched_goes_back() -> None:
     verdict = decide(record(state="failed"), back(), seen(NEW, OLD))
     assert verdict.differs == ("0",)

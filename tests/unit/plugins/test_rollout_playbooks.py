@@ -79,7 +79,7 @@ def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Pat
         "done: n1",
         "not touched: n3",
         "run rollout.yml again",
-        "playbooks/rollback.yml",
+        "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r1",
     ):
         assert part in output
 
@@ -212,11 +212,15 @@ def test_what_cannot_be_done_is_refused_first_and_all_of_it_at_once(tmp_path: Pa
 # The way back
 
 
-def test_the_way_back_changes_releases_alone(tmp_path: Path) -> None:
-    found = stage(tmp_path, n1={}, n2={"differs": []}, n3={})
+R0 = {"found": {"rollout": "r0", "since": "2026-12-01T08:00:00+00:00"}}
+R1 = {"found": {"rollout": "r1", "since": "2026-12-01T09:00:00+00:00"}}
+
+
+def test_the_way_back_is_one_rollouts_and_changes_releases_alone(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1=R1, n2={**R0, "differs": []}, n3=R1)
     counts, output = found.run("rollback")
     assert all(count["failed"] == 0 for count in counts.values()), output
-    back = "claim back 000000000000"
+    back = "claim back r1 000000000000"
     assert found.calls("n1") == [back, back, f"gpu-node-rollout: rollout r1{BAKE}"]
     assert found.calls("n2") == [back]
     assert switched(found) == ["n1", "n3"]
@@ -224,11 +228,19 @@ def test_the_way_back_changes_releases_alone(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_way_back_that_fails_stops(tmp_path: Path) -> None:
-    found = stage(tmp_path, n1={"jobs": {"rollout": "it broke"}}, n2={})
-    _, output = found.run("rollback", "-e", "{rollout_back_batches: [1]}")
-    assert "rollout r1 stopped at n1" in output
-    assert "run rollback.yml again" in output
+    found = stage(tmp_path, n1={**R0, "jobs": {"rollout": "it broke"}}, n2=R1)
+    _, output = found.run("rollback", "-e", "{rollout_back_batches: [1]}", "-e", "rollback_of=r0", "-l", "n1,n2")
+    assert "rollback of r0 stopped at n1" in output
+    assert "run it again: ansible-playbook playbooks/rollback.yml -e rollback_of=r0 -l 'n1,n2'" in output
     assert switched(found) == ["n1"]
+
+
+def test_a_rollout_that_no_node_has_as_its_latest_is_not_taken_back(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1=R0, n2=R1)
+    counts, output = found.run("rollback", "-e", "rollback_of=r7")
+    assert counts["n1"]["failed"] == 1
+    assert "rollback_of: r7 is the latest rollout of no node here. The latest ones are:\\nr1: n2\\nr0: n1" in output
+    assert found.calls() == []
 
 
 def test_a_node_whose_command_gives_no_answer_fails_the_status(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.serving.gpu_node.plugins.filter.rollout import (
+    latest_rollouts,
     nodes_without,
     rollout_facts,
     status_answers,
@@ -68,24 +69,49 @@ def test_batches_are_cut_as_ansible_cuts_them(count: int, batches: list[Any], si
     assert batch_sizes(count, batches) == sizes
 
 
-def test_where_it_stopped_why_and_what_now() -> None:
-    nodes: dict[str, dict[str, Any]] = {
-        "n1": {**due(["0"]), "finished": True},
-        "n2": {**due(["0"]), "failure": {"task": "Switch", "result": {"msg": "exit code 3:\nEngineError"}}},
-        "n3": due(["0"]),
-        "n4": due(["0"]),
+def stopped() -> dict[str, dict[str, Any]]:
+    return {
+        "n1": {**due(["0"]), "id": "r1", "finished": True},
+        "n2": {**due(["0"]), "id": "r1", "failure": {"task": "Switch", "result": {"msg": "exit code 3:\nEngineError"}}},
+        "n3": {**due(["0"]), "id": "r1"},
+        "n4": {**due(["0"]), "id": "r2"},
         "n5": {"due": False},
     }
-    lines = describe_stop(nodes, ["n2", "n3"], "r1", "rollout.yml")
-    assert lines[:5] == [
+
+
+def test_where_it_stopped_why_and_what_now() -> None:
+    lines = describe_stop(stopped(), ["n2", "n3"])
+    assert lines == [
         "rollout r1 stopped at n2, n3",
         "- n2, Switch: exit code 3:\nEngineError",
         "- n3: the connection was lost; what its job does goes on there",
         "done: n1",
         "not touched: n4",
+        "Go on: mend the cause and run rollout.yml again as before; it continues where it stopped",
+        "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r1",
     ]
-    assert "rollout.yml again" in lines[5]
-    assert "rollback.yml" in lines[5]
+
+
+def test_the_way_back_is_that_of_the_nodes_that_were_touched() -> None:
+    """One of them was not part of the rollout that the others go on with."""
+    nodes = stopped()
+    nodes["n1"]["id"] = "r0"
+    assert describe_stop(nodes, ["n2", "n3"], limit="a:!b")[-2:] == [
+        "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r1 -l 'a:!b'",
+        "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r0 -l 'a:!b'",
+    ]
+
+
+def test_a_rollback_that_stopped_is_gone_on_with() -> None:
+    nodes = stopped()
+    for node in nodes.values():
+        node.setdefault("record", {})["back_of"] = "r7"
+    lines = describe_stop(nodes, ["n2"], back=True)
+    assert lines[0] == "rollback of r7 stopped at n2"
+    assert lines[-1] == (
+        "Go on: mend the cause and run it again: ansible-playbook playbooks/rollback.yml -e rollback_of=r7"
+    )
+    assert not any("Go back" in line for line in lines)
 
 
 def test_of_many_nodes_the_first_are_named() -> None:
@@ -202,3 +228,19 @@ def test_a_drained_rollout_is_unfinished_while_a_node_has_its_steps_left() -> No
     }
     assert unfinished_rollouts(list(hostvars), hostvars, "driver") == ["r2", "r3"]
     assert unfinished_rollouts(list(hostvars), hostvars, "") == []
+
+
+def test_the_newest_rollout_comes_first_with_the_nodes_whose_latest_it_is() -> None:
+    def look(**found: Any) -> dict[str, Any]:
+        return {"__rollout_look": {"found": found}}
+
+    hostvars = {
+        "n1": look(rollout="r0", since="2026-12-01T08:00:00+00:00"),
+        "n2": look(rollout="r1", since="2026-12-02T08:00:00+00:00"),
+        "n3": {"__rollout_look": {"found": {}}},
+        # was taken back already, or is being
+        "n4": look(rollout="b", since="2026-12-03T08:00:00+00:00", back_of="r1"),
+        "n5": {},
+    }
+    found = latest_rollouts(list(hostvars), hostvars)
+    assert list(found.items()) == [("r1", ["n4", "n2"]), ("r0", ["n1"])]
