@@ -10,6 +10,7 @@ from gpu_node.switch import switch
 from gpu_node.unit import UnitSteps
 
 from tests.unit.node_tool.fakes import World
+from tests.unit.node_tool.test_rollout import leave, want
 
 ANNOUNCE_S = 10
 
@@ -146,6 +147,34 @@ def test_switch_of_the_last_one(world: World) -> None:
     assert journal is not None and journal.outcome == "new" and seen
     assert "replica 1: /health says that this node leaves; 10 s until it takes no more requests" in world.said
     assert not world.paths.leaving.exists() and world.inside(1)
+
+
+@pytest.mark.parametrize("what", ["switch", "stop", "leave"])
+def test_undrain_does_not_shorten_what_has_to_go(world: World, what: str) -> None:
+    """A switch or a stop goes on whoever undrains, so the balancer in front hears of it for the whole time again."""
+    if what != "leave":
+        go_out(world, 0)
+    began = world.now
+
+    def undrain() -> None:
+        if world.now >= began + 5:
+            world.on_sleep = look
+            world.tool().membership.let_in(1, "operator")
+
+    def look() -> None:
+        if world.inside(1):
+            heard.append(world.now if world.paths.leaving.exists() else 0)
+
+    heard = [0.0]
+    world.on_sleep = undrain
+    if what == "switch":
+        switch(LiveNode(world.tool()), 1, world.releases[1, "B"])
+    elif what == "stop":
+        UnitSteps(world.tool(), 1).stop()
+    else:
+        want(world, "A")
+        leave(world)
+    assert ANNOUNCE_S <= heard[-1] - (began + 5) < ANNOUNCE_S + 1
 
 
 def test_switch_that_is_refused_takes_it_back(world: World) -> None:

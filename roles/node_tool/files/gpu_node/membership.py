@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpu_node import files, nginx
 from gpu_node.config import NodeConfig, load_clients, load_engine_key, served
-from gpu_node.errors import BalancerError
+from gpu_node.errors import BalancerError, RefusedError
 from gpu_node.host import Host
 from gpu_node.paths import Paths
 from gpu_node.proc import Proc
@@ -172,24 +172,36 @@ class Membership:
         """take_out, but the last replica that is in first has /health say that the node leaves.
 
         Meanwhile it serves on, and a balancer in front of the node has time to send its requests elsewhere. serves:
-        whether it can; one that died goes at once.
+        whether it can; one that died goes at once. An undrain meanwhile takes back what an operator asked for
+        (RefusedError); what a switch or a stop needs is announced anew.
         """
-        with self.locked():
-            # Decided under the lock: of two that stop at once, one goes and the other one is the last.
-            if self._members() != [index] or not self._announces() or not serves():
-                self.reasons.add(index, reason, by)
-                return self._apply()
-            self._announce(by)
-        self._wait_announced(say, lambda: self._members() == [index])
-        return self.take_out(index, reason, by)
+        heard = False
+        while True:
+            with self.locked():
+                # Decided under the lock: of two that stop at once, one goes and the other one is the last.
+                last = self._members() == [index] and self._announces() and serves()
+                if not last or (heard and self._paths.leaving.exists()):
+                    self.reasons.add(index, reason, by)
+                    return self._apply()
+                if heard and reason == "operator":
+                    raise RefusedError(
+                        f"replica {index} stays in: while /health announced its leaving, that was taken back"
+                        " (`gpu-node undrain`, or a rollout that began)"
+                    )
+                self._announce(by)
+            self._wait_announced(say, lambda: self._members() == [index])
+            heard = True
 
     def announce(self, by: str, say: Callable[[str], None]) -> None:
         """Have /health say that the node leaves, long enough for a balancer in front of it. Nothing goes out yet."""
-        with self.locked():
-            if not self._members() or not self._announces():
-                return
-            self._announce(by)
-        self._wait_announced(say, lambda: True)
+        heard = False
+        while not (heard and self._paths.leaving.exists()):
+            with self.locked():
+                if not self._members() or not self._announces():
+                    return
+                self._announce(by)
+            self._wait_announced(say, lambda: True)
+            heard = True
 
     def _announces(self) -> bool:
         return self._node.announce_s > 0 and self._nginx() is not None
@@ -213,7 +225,7 @@ class Membership:
         left = min((self._announced_at() or 0) + self._node.announce_s - self._host.wall_clock(), self._node.announce_s)
         until = report = self._host.clock()
         until += left
-        # Nobody waits when it was taken back, or another replica came in meanwhile.
+        # Nobody waits on when it was taken back, or another replica came in meanwhile.
         while (now := self._host.clock()) < until and self._paths.leaving.exists() and alone():
             if now >= report:
                 say(f"/health says that this node leaves; {until - now:.0f} s until it takes no more requests")
