@@ -152,6 +152,7 @@ class World(Host):
         self.kernel: list[tuple[float, str]] = []  # the kernel's log: when, and what
         self.on_start: Callable[[int], None] = lambda _: None
         self.kill_at: int | None = None
+        self.full: Callable[[Path, str], bool] = lambda *_: False  # whether the disk is full for this file and text
         self._effects = 0
         self._played = 0
         self._patches = contextlib.ExitStack()
@@ -293,6 +294,8 @@ class World(Host):
     def _counted(self, effect: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
             self._tick()
+            if effect.__name__ == "atomic_write" and self.full(*arguments[:2]):
+                raise OSError(28, "No space left on device", str(arguments[0]))
             return effect(*arguments)
 
         return counted

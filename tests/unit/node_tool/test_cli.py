@@ -66,6 +66,24 @@ def test_drain_with_broken_nginx_changes_nothing(world: World, capsys: pytest.Ca
     assert not world.tool().reasons.of(0)
 
 
+def test_undrain_while_the_last_one_announces(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drain that still waits must not take it out after all."""
+    world.tool().reasons.add(1, "operator", "test")
+    began = world.now
+
+    def undrain() -> None:
+        if world.now >= began + 5:
+            world.on_sleep = lambda: None
+            assert gpu_node(world, "undrain", "0") == 0
+            assert world.said[-1] == "replica 0: in the balancer"
+
+    world.on_sleep = undrain
+    assert gpu_node(world, "drain", "0") == 2
+    assert "replica 0 stays in" in capsys.readouterr().err
+    assert world.inside(0) and not world.tool().reasons.of(0) and not world.paths.leaving.exists()
+    assert world.now - began < 7
+
+
 def test_undrain_of_a_replica_that_is_out_for_more(world: World) -> None:
     world.tool().membership.take_out(0, "prober", "test")
     gpu_node(world, "drain", "0")
@@ -86,6 +104,31 @@ def test_switch_refused(world: World, capsys: pytest.CaptureFixture[str]) -> Non
     assert gpu_node(world, "switch", "0", "nonsense") == 2
     assert gpu_node(world, "switch", "7", world.releases[0, "B"]) == 2
     assert "no replica 7" in capsys.readouterr().err
+
+
+def test_switch_that_nginx_stops_on_its_way_in_is_no_refusal(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """The new release runs and is out: somebody has to see to it."""
+
+    def break_nginx(_: int) -> None:
+        world.nginx_refuses = True
+
+    world.on_start = break_nginx
+    assert gpu_node(world, "switch", "0", world.releases[0, "B"]) == 4
+    assert "nginx refuses" in (said := capsys.readouterr().err) and "run the same again" in said
+    assert world.units[0].running == world.releases[0, "B"] and not world.inside(0)
+    world.nginx_refuses = False
+    assert gpu_node(world, "switch", "0", world.releases[0, "B"]) == 0 and world.inside(0)
+
+
+@pytest.mark.parametrize(("step", "code"), [("drain", 2), ("measure", 4), ("start", 4)])
+def test_switch_on_a_full_disk(world: World, step: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused says that nothing changed, which is so only until the replica goes out."""
+    world.full = lambda path, text: path.name == "switch.json" and f'"step": "{step}"' in text
+    assert gpu_node(world, "switch", "0", world.releases[0, "B"]) == code
+    assert "No space left" in capsys.readouterr().err
+    assert world.inside(0) == (code == 2)
+    world.full = lambda *_: False
+    assert gpu_node(world, "switch", "0", world.releases[0, "B"]) == 0 and world.inside(0)
 
 
 def test_rollback(world: World) -> None:

@@ -142,19 +142,32 @@ def test_a_replica_that_the_node_does_not_have(world: World) -> None:
     assert (record(world)["state"], record(world)["outcome"]) == ("failed", "refused")
 
 
-def test_a_record_that_cannot_be_written_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_written_once(world: World) -> None:
     """A full disk for a moment: the rollout goes on, and says later how far it is."""
     want(world)
-    real = files.atomic_write
-
-    def write(path: Path, text: str, mode: int = 0o644) -> None:
-        if path == world.paths.wanted and "replica 0: stop" in text:
-            raise OSError(28, "No space left on device", str(path))
-        real(path, text, mode)
-
-    monkeypatch.setattr(files, "atomic_write", write)
+    world.full = lambda path, text: path == world.paths.wanted and "replica 0: stop" in text
     assert roll_out(world) == 0
     assert record(world)["state"] == "done" and any("No space left" in line for line in world.warned)
+
+
+@pytest.mark.parametrize(("step", "code", "outcome"), [("drain", 2, "refused"), ("start", 4, "failed")])
+def test_a_journal_that_cannot_be_written(world: World, step: str, code: int, outcome: str) -> None:
+    want(world)
+    world.full = lambda path, text: path.name == "switch.json" and f'"step": "{step}"' in text
+    assert roll_out(world) == code
+    ended = record(world)
+    assert (ended["state"], ended["outcome"]) == ("failed", outcome) and "No space left" in ended["error"]
+    assert world.inside(0) == (code == 2) and world.units[1].running == world.releases[1, "A"]
+    world.full = lambda *_: False
+    assert roll_out(world) == 0 and running(world) == all_of(world, "B")
+
+
+def test_a_damaged_journal_refuses_it(world: World) -> None:
+    want(world)
+    world.paths.journal(0).write_text("{")
+    assert roll_out(world) == 2
+    assert (record(world)["state"], record(world)["outcome"]) == ("failed", "refused")
+    assert "switch.json is not a switch's journal" in record(world)["error"] and running(world) == all_of(world, "A")
 
 
 def test_nginx_that_refuses_the_way_in_leaves_it_half_switched(world: World) -> None:
@@ -338,12 +351,36 @@ def test_leave_with_a_broken_nginx_changes_nothing(world: World) -> None:
     assert not world.paths.held.exists()
 
 
-def test_leave_with_a_unit_that_does_not_stop(world: World) -> None:
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_leave_with_a_unit_that_does_not_stop(world: World, stuck: int) -> None:
+    """It alone stays out; the other one serves, also when it was stopped already."""
     want(world, "A")
-    world.stuck.add(1)
+    world.stuck.add(stuck)
     assert leave(world) == 4
     assert (record(world)["state"], record(world)["outcome"]) == ("failed", "failed")
-    assert not world.inside(1) and world.paths.held.exists()
+    assert not world.inside(stuck) and world.inside(1 - stuck) and running(world) == all_of(world, "A")
+    assert not world.paths.held.exists() and not world.paths.leaving.exists()
+    world.stuck.clear()
+    assert leave(world) == 0 and running(world) == [None, None]
+    assert roll_out(world) == 0 and world.inside(0) and world.inside(1)
+
+
+def test_leave_with_a_unit_that_does_not_stop_and_one_that_does_not_start(world: World) -> None:
+    want(world, "A")
+    world.stuck.add(1)
+    world.bad_releases.add(world.releases[0, "A"])
+    assert leave(world) == 4
+    assert any("replica 0: vllm-replica@0.service did not start" in line for line in world.warned)
+    assert "vllm-replica@1.service does not stop" in record(world)["error"] and not world.inside(0)
+
+
+def test_leave_on_a_full_disk_changes_nothing(world: World) -> None:
+    want(world, "A")
+    world.full = lambda path, text: path == world.paths.held and "100.0" in text
+    assert leave(world) == 2
+    assert record(world)["outcome"] == "refused" and "No space left" in record(world)["error"]
+    assert running(world) == all_of(world, "A") and world.inside(0) and world.inside(1)
+    assert not world.paths.held.exists() and not world.paths.leaving.exists()
 
 
 def test_nobody_switches_by_hand_on_a_node_that_left(

@@ -14,7 +14,7 @@ from gpu_node.live import LiveNode
 from gpu_node.membership import Applied
 from gpu_node.paths import Paths
 from gpu_node.rollout import Rollout, refuse_while_held
-from gpu_node.switch import OUTCOMES, switch, way_back
+from gpu_node.switch import GO_ON, OUTCOMES, half_switched, switch, way_back
 from gpu_node.table import as_table
 from gpu_node.tool import Tool
 from gpu_node.unit import UnitSteps, stop_without_configuration
@@ -84,7 +84,13 @@ def _switch_to(tool: Tool, index: int, find: Callable[[LiveNode], str], force_dr
     ):
         refuse_while_held(tool.paths)
         node = LiveNode(tool)
-        journal = switch(node, index, find(node), force_drain)
+        try:
+            journal = switch(node, index, find(node), force_drain)
+        except (ToolError, OSError) as error:
+            if not half_switched(node, index):
+                raise
+            print(f"gpu-node: error: {error}; {GO_ON}", file=sys.stderr)
+            return OUTCOMES["failed"]
     if journal is None:
         return 0
     if journal.outcome != "new":

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from gpu_node import drain, files
@@ -11,7 +11,7 @@ from gpu_node.bake import Bake, BakeError
 from gpu_node.errors import RefusedError, ToolError
 from gpu_node.live import LiveNode
 from gpu_node.paths import Paths
-from gpu_node.switch import OUTCOMES, Journal, StepError, switch
+from gpu_node.switch import GO_ON, OUTCOMES, Journal, StepError, half_switched, switch
 from gpu_node.tool import Tool
 from gpu_node.wanted import Record, Wanted, utc
 
@@ -47,10 +47,6 @@ def refuse_while_held(paths: Paths) -> None:
             f"{paths.held}: rollout {held.get('rollout')} by {held.get('by')} has stopped this node since"
             f" {held.get('since')}: run its playbook again, or `gpu-node rollout {held.get('rollout')}`"
         )
-
-
-def _half_switched(journal: Journal | None) -> bool:
-    return journal is not None and journal.outcome is None
 
 
 class Rollout:
@@ -123,6 +119,11 @@ class Rollout:
                     self._bake({index: since.get(index, self._node.now()) for index in wanted.targets}, bake_s, budget)
             except EndedError as end:
                 return self._ended(end)
+            except RefusedError:
+                # Another rollout has taken the record over.
+                raise
+            except (ToolError, OSError) as error:
+                return self._ended(EndedError(str(error), OUTCOMES["refused"], "refused", "stopped"))
             self._note(state="done", step="done", error="", outcome=None)
         return 0
 
@@ -140,7 +141,7 @@ class Rollout:
                 # A `gpu-node leave` stopped it with the others.
                 targets[index] = current
         # A replica that is half-switched must be finished before another one is begun.
-        order = sorted(targets, key=lambda index: (not _half_switched(self._node.journal(index)), index))
+        order = sorted(targets, key=lambda index: (not half_switched(self._node, index), index))
         return {index: targets[index] for index in order}
 
     def _switch_all(self, wanted: Wanted, speeds: dict[int, float]) -> dict[int, float]:
@@ -162,11 +163,12 @@ class Rollout:
         try:
             with files.lock(self._tool.paths.switch_lock, self._holder, timeout_s=0):
                 return switch(self._node, index, target, self._force_drain, speed)
-        except ToolError as error:
+        except (ToolError, OSError) as error:
             # Half-switched it is out; otherwise nothing was begun.
-            begun = _half_switched(self._node.journal(index))
-            outcome = "failed" if begun else "refused"
-            raise EndedError(str(error), OUTCOMES[outcome], outcome, f"stopped at replica {index}") from None
+            outcome, text = "refused", str(error)
+            if half_switched(self._node, index):
+                outcome, text = "failed", f"{error}; {GO_ON}"
+            raise EndedError(text, OUTCOMES[outcome], outcome, f"stopped at replica {index}") from None
 
     def _bake(self, since: dict[int, float], bake_s: float, budget: float) -> None:
         try:
@@ -205,35 +207,39 @@ class Rollout:
         return 0
 
     def _leave(self, wanted: Wanted, speeds: dict[int, float]) -> None:
-        tool, node = self._tool, self._node
-        self._hold(wanted, speeds)
+        node = self._node
         try:
-            tool.membership.announce(tool.by, node.say)
-            for index in node.indexes():
-                applied = tool.membership.take_out(index, "rollout", tool.by)
-            drain.prove_out(tool.membership, tool.host, applied)
-        except ToolError as error:
+            self._go_out(wanted, speeds)
+        except (ToolError, OSError) as error:
             self._stay()
             raise EndedError(f"{error}; nothing changed", OUTCOMES["refused"], "refused", "did not leave") from None
-        busy = self._wait_idle()
-        if busy and not self._force_drain:
-            self._stay()
-            raise EndedError(
-                f"{'; '.join(busy.values())}; nothing changed (--force-drain would cut them)",
-                OUTCOMES["refused"], "refused", "did not leave",
-            )  # fmt: skip
+        stopped: list[int] = []
         for index in node.indexes():
-            if index not in busy and node.active(index) and (speed := node.measure(index)) is not None:
-                speeds[index] = speed
-        self._hold(wanted, speeds)
-        for index in node.indexes():
-            if tool.unit_state(index).active in ("", "inactive"):
+            if self._tool.unit_state(index).active in ("", "inactive"):
                 continue
             node.say(f"replica {index}: stop")
             try:
                 node.stop(index)
             except StepError as error:
+                self._stay(index, stopped)
                 raise EndedError(str(error), OUTCOMES["failed"], "failed", f"stopped at replica {index}") from None
+            stopped.append(index)
+
+    def _go_out(self, wanted: Wanted, speeds: dict[int, float]) -> None:
+        """All that comes before the first stop. Raises ToolError."""
+        tool, node = self._tool, self._node
+        self._hold(wanted, speeds)
+        tool.membership.announce(tool.by, node.say)
+        for index in node.indexes():
+            applied = tool.membership.take_out(index, "rollout", tool.by)
+        drain.prove_out(tool.membership, tool.host, applied)
+        busy = self._wait_idle()
+        if busy and not self._force_drain:
+            raise RefusedError(f"{'; '.join(busy.values())} (--force-drain would cut them)")
+        for index in node.indexes():
+            if index not in busy and node.active(index) and (speed := node.measure(index)) is not None:
+                speeds[index] = speed
+        self._hold(wanted, speeds)
 
     def _wait_idle(self) -> dict[int, str]:
         """Wait until no replica has a request; by replica that still has some what it has."""
@@ -246,14 +252,20 @@ class Rollout:
                 busy[index] = f"replica {index} is not drained: still {left} after {timeout_s} s"
         return busy
 
-    def _stay(self) -> None:
-        """Undo what `leave` did so far."""
+    def _stay(self, stuck: int | None = None, stopped: Collection[int] = ()) -> None:
+        """Undo what `leave` did so far. stuck: this replica stays out; stopped: these are started again."""
+        node = self._node
         files.remove(self._tool.paths.held)
         files.remove(self._tool.paths.leaving)
-        for index in self._node.indexes():
-            journal = self._node.journal(index)
-            if journal is None or journal.outcome not in (None, "failed"):
-                try:
-                    self._node.let_in(index)
-                except ToolError as error:
-                    self._tool.host.warn(str(error))
+        # Who only has to be let in does not wait for a start.
+        for index in sorted(node.indexes(), key=lambda index: index in stopped):
+            try:
+                journal = node.journal(index)
+                if index == stuck or (journal is not None and journal.outcome in (None, "failed")):
+                    continue
+                if index in stopped:
+                    node.say(f"replica {index}: start")
+                    node.start(index)
+                node.let_in(index)
+            except (StepError, ToolError, OSError) as error:
+                self._tool.host.warn(f"replica {index}: {error}")

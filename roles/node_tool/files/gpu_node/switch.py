@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from gpu_node.errors import BalancerError, ConfigError, RefusedError
 
 OUTCOMES = {"new": 0, "refused": 2, "rolled_back": 3, "failed": 4}  # outcome -> exit code
+GO_ON = "the replica is half-switched and stays out: repair that, then run the same again, which goes on"
 
 
 class StepError(Exception):
@@ -361,6 +362,16 @@ def switch(
         "failed": f"release {journal.target} failed and no release before serves; the replica stays out",
     }[str(journal.outcome)])  # fmt: skip
     return journal
+
+
+def half_switched(node: Node, index: int) -> bool:
+    """Whether a switch of the replica began and did not end: then it is out."""
+    try:
+        journal = node.journal(index)
+    except ConfigError:
+        # A switch does not begin over a damaged journal.
+        return False
+    return journal is not None and journal.outcome is None
 
 
 def way_back(node: Node, index: int) -> str:
