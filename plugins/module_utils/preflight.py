@@ -12,6 +12,7 @@ import difflib
 import textwrap
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.image_inputs import input_problems
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts import (
     EMPTY_DRIVER,
     EMPTY_HOST,
@@ -88,14 +89,15 @@ def check_plan(problems: list[str], others: list[Check]) -> list[Check]:
 
 
 def check_inventory(
-    profile: dict[str, Any], overrides: dict[str, Any], sources: dict[str, Any], recipe: str = "auto"
+    profile: dict[str, Any], overrides: dict[str, Any], sources: dict[str, Any], image: dict[str, Any]
 ) -> list[Check]:
     """Return what is wrong with settings and sources, which takes no node to tell.
 
     :param profile: the profile's data.
     :param overrides: the operator's settings.
     :param sources: the operator's sources of artifacts.
-    :param recipe: how the image is to be made (``serving_image_recipe``).
+    :param image: the variables of ``serving_image`` that say what the image is made of: ``recipe``, ``base``,
+        ``prebuilt``, ``archive``, ``plugin_wheel``, ``allow_tag`` and ``registry``.
     """
     checks = []
     settings = profile["settings"]
@@ -116,14 +118,36 @@ def check_inventory(
         problems += wrong
         missing += unfilled
     wanted = "a source that cannot move"
-    unmade = recipe_problems(recipe, bool(laid.get("pack", {}).get("source")))
+    has_pack = bool(laid.get("pack", {}).get("source"))
+    unmade = recipe_problems(image["recipe"], has_pack)
     checks += [finding("sources", FAILURE, *split_remedy(text, "a pack to make the image")) for text in unmade]
     checks += [finding("sources", FAILURE, *split_remedy(text, wanted)) for text in problems]
     checks += [
         finding("sources", FAILURE, f"{text} is empty", wanted, "fill it in (a revision is a commit's 40 hex digits)")
         for text in missing
     ]
+    # The role itself says them again, but only when driver and weights are there.
+    checks += [
+        finding("image", FAILURE, *split_remedy(text, "an image that cannot change"))
+        for text in _image_problems(profile, image, has_pack)
+    ]
     return checks or [finding("inventory", OK, "settings and sources are whole", "settings and sources are whole")]
+
+
+def _image_problems(profile: dict[str, Any], image: dict[str, Any], has_pack: bool) -> list[str]:
+    recipe = image["recipe"]
+    if recipe == "auto":
+        recipe = "pack" if has_pack and not image["prebuilt"] else "own"
+    return input_problems(
+        profile["device"],
+        image["base"] or profile["image"].get("base", ""),
+        image["prebuilt"],
+        image["archive"],
+        image["plugin_wheel"],
+        image["allow_tag"],
+        image["registry"],
+        recipe,
+    )
 
 
 def wanted_of(

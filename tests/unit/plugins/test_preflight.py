@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plugins import host_fixtures
-from tests.unit.plugins.samples import ROOT, SOURCES, gpu, listener, numa_node, profile, topology
+from tests.unit.plugins.samples import REVISION, ROOT, SOURCES, gpu, listener, numa_node, profile, topology
 
 CASES = sorted(path.parent.name for path in host_fixtures.HOSTS.glob("*/files.txt"))
 KNOWN_DRIVERS = yaml.safe_load((ROOT / "roles/nvidia_driver/vars/main.yml").read_text())["_nvidia_driver_known"]
@@ -38,6 +38,13 @@ TOOLKITS = yaml.safe_load((ROOT / "roles/container_runtime/vars/main.yml").read_
 KNOWN_TOOLKITS = TOOLKITS["_container_runtime_toolkit_known"]
 OVERRIDES: dict[str, Any] = {"drafter": "code"}
 Found = dict[str, str]
+# The defaults of the role serving_image, and a base that is pinned.
+IMAGE: dict[str, Any] = {
+    "recipe": "auto",
+    "base": f"docker.io/vllm/vllm-openai@sha256:{'a' * 64}",
+    **dict.fromkeys(("prebuilt", "archive", "plugin_wheel", "registry"), ""),
+    "allow_tag": False,
+}
 
 
 def variables(**more: Any) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def judge(
     except PlanError as error:
         plan, problems = {}, error.problems
     wanted = wanted_of(profile(name), overrides or {}, SOURCES[name], asked)
-    inventory = check_inventory(profile(name), overrides or {}, SOURCES[name])
+    inventory = check_inventory(profile(name), overrides or {}, SOURCES[name], IMAGE)
     host = host_fixtures.read_host(root, free_gib)
     checks: list[Found] = preflight_report(inventory, host, read, {"plan": plan, "problems": problems}, wanted, [])[
         "checks"
@@ -385,10 +392,34 @@ def test_caps_beyond_the_memory_are_a_warning_as_in_the_plan(tmp_path: Path) -> 
 
 def test_a_packs_recipe_without_a_pack_is_refused() -> None:
     sources = {**SOURCES["8x"], "pack": {"type": "path", "path": "/srv/pack"}}
-    (found,) = check_inventory(profile("8x"), {}, SOURCES["8x"], "pack")
+    (found,) = check_inventory(profile("8x"), {}, SOURCES["8x"], {**IMAGE, "recipe": "pack"})
     assert (found["check"], found["level"]) == ("sources", "failure")
     assert found["seen"].startswith("serving_image_recipe: pack needs a pack") and "sources.pack" in found["remedy"]
-    assert [check["level"] for check in check_inventory(profile("8x"), {}, sources, "pack")] == ["ok"]
+    with_pack = check_inventory(profile("8x"), {}, sources, {**IMAGE, "recipe": "pack"})
+    assert [check["level"] for check in with_pack] == ["ok"]
+
+
+def test_an_image_that_may_change_is_refused_before_driver_and_weights() -> None:
+    """As the profile has it the base is a tag, and an operator who has filled in nothing of it learns that first."""
+    (found,) = check_inventory(profile("8x"), {}, SOURCES["8x"], {**IMAGE, "base": ""})
+    assert (found["check"], found["level"]) == ("image", "failure")
+    assert found["seen"].startswith("serving_image_base: docker.io/vllm/vllm-openai:v0.33.0 has the tag v0.33.0")
+    assert "skopeo inspect" in found["remedy"] and "serving_image_allow_tag" in found["remedy"]
+    good: list[dict[str, Any]] = [
+        {"allow_tag": True},
+        {"prebuilt": f"registry.example/vllm@sha256:{'b' * 64}"},
+        {"base": "", "recipe": "pack"},
+    ]
+    pack = {**SOURCES["8x"], "pack": {"type": "path", "path": "/srv/pack"}}
+    for given_variables in good:
+        image = {**IMAGE, "base": "", **given_variables}
+        (found,) = check_inventory(profile("8x"), {}, pack if "recipe" in given_variables else SOURCES["8x"], image)
+        assert found["level"] == "ok", found
+    # a pack's recipe is the default where there is a pack, and the demo's image has no base
+    assert check_inventory(profile("8x"), {}, pack, {**IMAGE, "base": ""})[0]["level"] == "ok"
+    assert check_inventory(profile("cpu"), {}, {}, {**IMAGE, "base": ""})[0]["level"] == "ok"
+    (found,) = check_inventory(profile("8x"), {}, SOURCES["8x"], {**IMAGE, "plugin_wheel": "ds41k.whl"})
+    assert "serving_image_plugin_wheel" in found["seen"]
 
 
 def test_a_locked_apt_names_who_holds_it(tmp_path: Path) -> None:
@@ -673,7 +704,7 @@ def test_a_virtual_machine_with_one_card() -> None:
 
 def test_settings_and_sources_are_told_without_a_node() -> None:
     checks = check_inventory(
-        profile("2x"), {"max_model_length": 1, "replicas": "two"}, {"model": {"revision": "main"}, "modell": {}}
+        profile("2x"), {"max_model_length": 1, "replicas": "two"}, {"model": {"revision": "main"}, "modell": {}}, IMAGE
     )
     found = "\n".join(failure_lines({"checks": checks}))
     assert "unknown setting 'max_model_length'" in found
@@ -684,11 +715,27 @@ def test_settings_and_sources_are_told_without_a_node() -> None:
 
 
 def test_a_revision_that_is_not_filled_in_is_a_failure() -> None:
-    (check,) = check_inventory(profile("2x"), {}, {})
+    (check,) = check_inventory(profile("2x"), {}, {}, IMAGE)
     assert check["level"] == "failure"
     assert "model: revision of the source of type hub is empty" in check["seen"]
-    (check,) = check_inventory(profile("2x"), {}, SOURCES["2x"])
+    (check,) = check_inventory(profile("2x"), {}, SOURCES["2x"], IMAGE)
     assert check["level"] == "ok"
+
+
+@pytest.mark.parametrize(("group", "name"), [("flash_8x", "8x"), ("flash_2x", "2x"), ("fleet", "8x")])
+def test_the_example_inventory_names_all_that_has_to_be_filled_in(group: str, name: str) -> None:
+    folder = ROOT / "inventories/example/group_vars"
+    told = {
+        **yaml.safe_load((folder / "gpu_nodes/main.yml").read_text()),
+        **yaml.safe_load((folder / f"{group}.yml").read_text()),
+    }
+    sources, image = told["serving_plan_sources"], {**IMAGE, "base": told["serving_image_base"]}
+    empty = [text for source in sources.values() for text in source.values()].count("")
+    found = check_inventory(profile(name), told.get("serving_plan_overrides", {}), sources, image)
+    assert [item["check"] for item in found] == ["sources"] * empty + ["image"]
+    filled = {key: {**source, **REVISION} if "revision" in source else source for key, source in sources.items()}
+    (found_then,) = check_inventory(profile(name), {}, filled, IMAGE)
+    assert found_then["level"] == "ok"
 
 
 def test_what_a_check_says_already_the_plan_does_not_repeat() -> None:

@@ -86,7 +86,12 @@ def test_profile_8x_fails_here_once_and_names_everything(tmp_path: Path) -> None
     counts, output = play(tmp_path, "-l", "here", "--check", serving_plan_profile="8x")
     assert (counts["failed"], counts["changed"]) == (1, 0)
     failed = output.partition("here is not ready; nothing was changed:")[2]
-    for words in ("- sources: serving_plan_sources: model: revision", "- plan: drafter", "- gpus: 0 on PCI: none"):
+    for words in (
+        "- sources: serving_plan_sources: model: revision",
+        "- image: serving_image_base: docker.io/vllm/vllm-openai:v0.33.0 has the tag v0.33.0",
+        "- plan: drafter",
+        "- gpus: 0 on PCI: none",
+    ):
         assert words in failed
     assert "wanted: 8 that the profile is made for" in failed
     assert "Traceback" not in output
@@ -140,7 +145,8 @@ def test_a_vault_that_was_not_handed_over_is_named(tmp_path: Path) -> None:
 def test_a_topology_of_a_file_needs_no_node(tmp_path: Path) -> None:
     sources = {"model": {"revision": "0123456789" * 4}}
     file = str(ROOT / "inventories/topologies/2x.yml")
-    told = {"serving_plan_profile": "2x", "topology_file": file}
+    base = f"docker.io/vllm/vllm-openai@sha256:{'a' * 64}"
+    told = {"serving_plan_profile": "2x", "topology_file": file, "serving_image_base": base}
     counts, output = play(tmp_path, "-l", "away", **told, serving_plan_sources=sources)
     assert (counts["failed"], counts["unreachable"]) == (0, 0), output
     assert "3 checks: 0 failed" in output
