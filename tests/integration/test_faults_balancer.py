@@ -83,6 +83,13 @@ def test_an_answer_closes_its_connection(site: Site) -> None:
     assert (answer.status, answer.headers["connection"]) == (200, "close")
 
 
+def test_an_answer_says_that_it_is_not_to_be_buffered(site: Site) -> None:
+    """To an nginx or an ingress in front of the node; also an error of the engine."""
+    answers = [site.client.complete(1), site.client.ask(CHAT, {"model": "another"})]
+    assert answers[0].status == 200 and answers[1].status >= 400
+    assert {answer.headers["x-accel-buffering"] for answer in answers} == {"no"}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
