@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import MODEL_PATH
+from ansible_collections.serving.gpu_node.plugins.module_utils.release import release_of
+from ansible_collections.serving.gpu_node.plugins.module_utils.settings import environment_names
 
 ENGINE_KEY = "/etc/gpu-node/secrets/engine.env"
 CLIENT_KEYS = "/etc/gpu-node/secrets/clients.json"
@@ -46,8 +48,20 @@ def _mounted(release: dict[str, Any], inside: str) -> str:
     return ""
 
 
-def _replica_target(row: dict[str, Any], release: dict[str, Any], parts: list[str]) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{release['port']}"
+def _url(release: dict[str, Any]) -> str:
+    return f"http://127.0.0.1:{release['port']}"
+
+
+def _max_num_seqs(release: dict[str, Any]) -> int:
+    """Return how many sequences the engine decodes at once, 0 when its arguments do not say."""
+    found = release["engine_args"].get("max-num-seqs")
+    return found if isinstance(found, int) else 0
+
+
+def _replica_target(
+    row: dict[str, Any], release: dict[str, Any], releases: list[dict[str, Any]], parts: list[str]
+) -> dict[str, Any]:
+    url = _url(release)
     return {
         "name": f"replica {row['index']}",
         "kind": "replica",
@@ -55,6 +69,8 @@ def _replica_target(row: dict[str, Any], release: dict[str, Any], parts: list[st
         "model": release["served_model_name"],
         "key_file": ENGINE_KEY,
         "metrics": [url],
+        "neighbours": [_url(other) for other in releases if other["replica"] != release["replica"]],
+        "max_num_seqs": _max_num_seqs(release),
         "parts": parts,
         "gpus": [gpu["uuid"] for gpu in release["gpus"]],
         "release": release["id"],
@@ -68,9 +84,12 @@ def _balancer_target(plan: dict[str, Any], replicas: list[dict[str, Any]]) -> di
         "name": "node",
         "kind": "balancer",
         "url": f"http://{f'[{host}]' if ':' in host else host}:{plan['balancer']['port']}",
-        "model": plan["served_model_name"],
+        "model": replicas[0]["model"],
         "key_file": CLIENT_KEYS,
         "metrics": [replica["url"] for replica in replicas],
+        # It spreads its streams over them.
+        "replicas": len(replicas),
+        "max_num_seqs": min(replica["max_num_seqs"] for replica in replicas),
         # The two points need the same engine, and so does a repeated prompt.
         "parts": ["levels"],
         "gpus": [uuid for replica in replicas for uuid in replica["gpus"]],
@@ -78,13 +97,45 @@ def _balancer_target(plan: dict[str, Any], replicas: list[dict[str, Any]]) -> di
     }
 
 
+def _planned(plan: dict[str, Any], release: dict[str, Any]) -> str:
+    """Return the id that the plan gives to a replica's release; empty when it has no such replica.
+
+    What an intent plan leaves open (digests, the kernels' switches) is taken from the release that serves.
+    """
+    replica = next((one for one in plan["replicas"] if one["index"] == release["replica"]), None)
+    if replica is None:
+        return ""
+    if plan["state"] == "intent":
+        open_names = environment_names(plan["kernels"].get("wanted", {}))
+        switches = {name: value for name, value in release["env"].items() if name in open_names}
+        served = {part: release[part] for part in ("model", "drafter", "image")}
+        replica = {**replica, **served, "env": {**replica["env"], **switches}}
+    return str(release_of(plan, replica)["id"])
+
+
+def _outdated(plan: dict[str, Any], releases: list[dict[str, Any]]) -> list[str]:
+    """Return the sentences about replicas that serve something else than the inventory's plan of now."""
+    other = [
+        f"replica {release['replica']} serves release {release['id']}"
+        for release in releases
+        if _planned(plan, release) != release["id"]
+    ]
+    if not other:
+        return []
+    return [
+        f"the inventory's plan of now makes something else than what was measured ({', '.join(other)}): "
+        "its settings and budgets are not shown; playbooks/plan.yml names the differences"
+    ]
+
+
 def node_picture(plan: dict[str, Any], releases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the report shows of the node: sockets, cards, replicas, versions, settings, budgets."""
     topology = plan["topology"]
     cards = {gpu["pci_address"]: gpu for gpu in topology["gpus"]}
+    notes = _outdated(plan, releases)
     return {
-        "profile": plan["profile"],
-        "device": plan["device"],
+        "profile": releases[0]["profile"],
+        "notes": notes,
         "memory_bytes": topology["memory_bytes"],
         "driver": (topology["driver"] or {}).get("version") or "",
         "numa_nodes": [
@@ -121,9 +172,8 @@ def node_picture(plan: dict[str, Any], releases: list[dict[str, Any]]) -> dict[s
         "drafter": releases[0]["drafter"],
         "image": releases[0]["image"],
         "engine_args": releases[0]["engine_args"],
-        "changed_settings": plan["changed_settings"],
-        "budgets": plan["budgets"],
-        "expected": plan["expected"],
+        "changed_settings": {} if notes else plan["changed_settings"],
+        "budgets": [] if notes else plan["budgets"],
     }
 
 
@@ -145,13 +195,13 @@ def benchmark_request(
     """
     if problems := _problems(status):
         raise BenchmarkError(problems)
-    targets = [_replica_target(row, release, parts) for row, release in zip(status, releases, strict=True)]
+    targets = [_replica_target(row, release, releases, parts) for row, release in zip(status, releases, strict=True)]
     if "levels" in parts:
         targets.append(_balancer_target(plan, targets))
     first = releases[0]
     return {
         "name": name,
-        "profile": plan["profile"],
+        "profile": first["profile"],
         "release": "-".join(release["id"] for release in releases),
         "options": options,
         "targets": targets,
@@ -165,13 +215,20 @@ def benchmark_request(
 
 
 def benchmark_summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Return what the play decides and shows by: sentences about figures that are invalid, unsteady or worse."""
+    """Return what the play decides and shows by: sentences about figures that are invalid, worse or not compared.
+
+    A figure that the baseline does not have yet, or that was not asked for this time, is no such figure.
+    """
     figures = report["figures"]
-    rows = (report.get("comparison") or {}).get("rows") or []
+    comparison = report.get("comparison") or {}
+    rows, old = comparison.get("rows") or [], comparison.get("old") or {}
+    both = {one["id"] for one in figures} & old.keys()
+    unknown = [row for row in rows if row["verdict"] == "unknown" and row["id"] in both]
     return {
         "figures": len(figures),
         "invalid": [f"{one['id']}: {one['invalid']}" for one in figures if one["invalid"]],
-        "unsteady": [f"{one['id']}: {one['unsteady']}" for one in figures if one["unsteady"]],
+        "compared": bool(comparison),
+        "not_compared": [f"{row['id']}: {row['why']}" for row in unknown] + report.get("unusable_baselines", []),
         "worse": [
             f"{row['id']}: {row['old']:.4g} before, {row['new']:.4g} {row['unit']} now ({row['change']:+.1%})"
             for row in rows

@@ -80,11 +80,17 @@ def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str = "") ->
     return log
 
 
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, knows_events: bool = True) -> None:
-    """Put nvidia-smi on PATH: each look prints these lines. An old one does not know clocks_event_reasons."""
+def nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, knows_events: bool = True, dies: bool = False
+) -> None:
+    """Put nvidia-smi on PATH: each look prints these lines. An old one does not know clocks_event_reasons.
+
+    dies: whether it ends by itself after its first look.
+    """
     shown = "\\n".join(lines)
     refuse = (
         "" if knows_events else 'case "$*" in *clocks_event*) echo "Field is not a valid field" >&2; exit 2;; esac\n'
     )
     script = f"#!/bin/sh\n{refuse}printf '{shown}\\n'\ncase \"$*\" in *--loop-ms*) ;; *) exit 0;; esac\n"
+    script += "exit 15\n" if dies else ""
     on_path(tmp_path / "bin", "nvidia-smi", script + f"while sleep 0.05; do printf '{shown}\\n'; done\n", monkeypatch)

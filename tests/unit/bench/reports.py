@@ -37,7 +37,7 @@ def _speculation(rate: float, drafted: int) -> dict[str, Any]:
 
 
 def _put(name: str, measure: str, kind: str, runs: list[float], **details: Any) -> dict[str, Any]:
-    return settle(figure(name, measure, kind, **details), runs, 0.15)
+    return settle(figure(name, measure, kind, Options(), **details), runs, 0.15)
 
 
 def _replica_figures(name: str, factor: float, drafted: int, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -59,19 +59,24 @@ def _replica_figures(name: str, factor: float, drafted: int, lengths: tuple[int,
     return found
 
 
-def _level_figures(name: str, factor: float) -> list[dict[str, Any]]:
+def _level_figures(name: str, factor: float, most: int, replicas: int = 1) -> list[dict[str, Any]]:
     speeds = {1: 255.0, 8: 1240.0, 32: 2650.0, 64: 3600.0, 128: 4390.0}
+    word = "total" if name == "node" else "load"
     return [
-        _put(name, f"load/code/{streams}", "load", [speed * factor], streams=streams)
+        _put(
+            name, f"{word}/code/{streams * replicas}", "load", [speed * factor], streams=streams * replicas,
+            each_tokens_per_s=speed / streams, first_p50_s=0.07 * streams**0.5, first_p99_s=0.11 * streams**0.6,
+        )
         for streams, speed in speeds.items()
-    ]
+        if streams <= most
+    ]  # fmt: skip
 
 
 def _report(name: str, profile: str, figures: list[dict[str, Any]], cards: list[dict[str, Any]]) -> dict[str, Any]:
     plan = resolved(name=profile)
     releases = [release_of(plan, replica) for replica in plan["replicas"]]
     names = dict.fromkeys(one["target"] for one in figures)
-    figures = [*figures, *memory_figures(cards)]
+    figures = [*figures, *memory_figures(cards, Options(), "")]
     return {
         "schema": 1,
         "program": "1",
@@ -109,26 +114,26 @@ def _report(name: str, profile: str, figures: list[dict[str, Any]], cards: list[
         "summary": {
             "figures": len(figures),
             "invalid": sum(bool(one["invalid"]) for one in figures),
-            "unsteady": sum(bool(one["unsteady"]) for one in figures),
         },
     }
 
 
 def two_card_report(factor: float = 1.0) -> dict[str, Any]:
     """A 2x node, all of whose figures have a number."""
-    figures = _replica_figures("replica 0", factor, 5, (107_016, 211_722)) + _level_figures("replica 0", factor)
+    figures = _replica_figures("replica 0", factor, 5, (107_016, 211_722)) + _level_figures("replica 0", factor, 64)
     return _report("gpu-node-2x", "2x", figures, [_card(0, 96799), _card(1, 96917)])
 
 
 def eight_card_report() -> dict[str, Any]:
-    """An 8x node with an invalid and an unsteady figure."""
+    """An 8x node with three figures that have no number."""
     figures = []
     for index, factor in enumerate((1.0, 0.97)):
         figures += _replica_figures(f"replica {index}", factor, 7, (107_016, 211_722))
-        figures += _level_figures(f"replica {index}", factor)
-    figures += _level_figures("node", 1.93)
+        figures += _level_figures(f"replica {index}", factor, 128)
+    figures += _level_figures("node", 1.93, 128, replicas=2)
     by_id = {one["id"]: one for one in figures}
     invalid(by_id["replica 1/decode/prose"], "ended early: 512 of 896 tokens (finish_reason stop)")
-    invalid(by_id["node/load/code/64"], "other traffic meanwhile: 3 requests, 1536 generated tokens")
-    settle(by_id["replica 0/decode/math"], [210.0, 281.0, 290.0], 0.15)
+    invalid(by_id["node/total/code/64"], "other traffic meanwhile: 3 requests, 1536 generated tokens")
+    by_id["replica 1/load/code/128"]["notes"].append("37 requests were preempted: the KV cache is full at this level")
+    invalid(by_id["replica 0/decode/math"], "the runs differ by 30.7% of their mean, more than 15%: 210, 281, 290")
     return _report("gpu-node-8x", "8x", figures, [_card(number, 91_629 + 40 * number) for number in range(8)])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -28,6 +29,8 @@ class Behaviour:
     window: int | None = 4096
     fault: str = ""
     fault_after: int = 0
+    # Prompts without this text are answered well.
+    fault_prompt: str = ""
     # How long a "pause" lasts, and how many further answers have one.
     pause_s: float = 0.0
     pauses: int = 0
@@ -62,6 +65,8 @@ class Server:
         self.behaviour = Behaviour()
         self.counts = Counts()
         self.seen: list[dict[str, Any]] = []
+        # Called at the begin of each answer.
+        self.before: Callable[[], object] = lambda: None
         self._cache: set[str] = set()
         self._lock = threading.Lock()
         outer = self
@@ -155,6 +160,7 @@ class Server:
 
     def post(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         self.seen.append(body)
+        self.before()
         how = self.behaviour
         if handler.headers.get("Authorization") != f"Bearer {KEY}":
             return self._text(handler, '{"error": "Unauthorized"}', 401)
@@ -164,7 +170,8 @@ class Server:
         prompt_tokens = self.tokens_of(prompt)
         hit = how.caching and prompt in self._cache
         wanted = body["max_tokens"]
-        made = min(wanted, how.fault_after) if how.fault == "early" else wanted
+        early = how.fault == "early" and how.fault_prompt in prompt
+        made = min(wanted, how.fault_after) if early else wanted
         with self._lock:
             self.counts.running += 1
             self._cache.add(prompt)
@@ -206,7 +213,8 @@ class Server:
         begin = time.monotonic()
         event({"role": "assistant", "content": ""})
         first = begin + how.first_s + (0 if hit else prompt * how.prompt_token_s)
-        sent = 0
+        sent, pause = 0, how.pauses > 0
+        how.pauses -= pause
         while sent < made:
             if how.fault == "stall" and sent >= how.fault_after:
                 # A connection that is kept alive is no progress.
@@ -214,8 +222,8 @@ class Server:
                     handler.wfile.write(b"3\r\n:\n\n\r\n")
                     handler.wfile.flush()
                     time.sleep(0.1)
-            if how.pauses and sent >= how.fault_after:
-                how.pauses -= 1
+            if pause and sent >= how.fault_after:
+                pause = False
                 time.sleep(how.pause_s)
                 first += how.pause_s
             if how.fault == "silence" and sent >= how.fault_after:

@@ -7,7 +7,9 @@ import math
 import pytest
 from gpu_node_bench import arithmetic, engine_counters
 from gpu_node_bench.arithmetic import Calibration, Drafts
-from gpu_node_bench.errors import NoFigureError
+from gpu_node_bench.errors import DisturbedError, NoFigureError
+from gpu_node_bench.figures import figure, settle
+from gpu_node_bench.request import Options
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,8 +48,13 @@ def test_mean_and_spread() -> None:
     found = arithmetic.summary([270.0, 276.0, 282.0])
     assert found.mean == 276.0
     assert found.spread == pytest.approx(12 / 276)
-    assert arithmetic.unsteady(found, 3, 0.07) is None
-    assert "3 runs differ by 4.3%" in (arithmetic.unsteady(found, 3, 0.04) or "")
+
+
+def test_runs_that_are_too_far_apart_are_no_figure() -> None:
+    made = settle(figure("a", "decode/code", "decode", Options()), [270.0, 276.0, 282.0], 0.07)
+    assert (made["value"], made["spread"]) == (276.0, pytest.approx(12 / 276))
+    with pytest.raises(DisturbedError, match=r"differ by 4\.3% of their mean, more than 4%: 270, 276, 282"):
+        settle(made, [270.0, 276.0, 282.0], 0.04)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf]])

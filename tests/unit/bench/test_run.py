@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import pytest
 from gpu_node_bench import cli, request, run
 from gpu_node_bench.errors import BenchError
 
+from tests.unit.bench import programs
 from tests.unit.bench.server import KEY, MODEL, Server
 
 OPTIONS = {
     "workloads": ["code"], "runs": 2, "tokens_short": 8, "tokens_long": 88, "short_runs": 2, "long_runs": 2,
     "busy_wait_s": 0.3, "stall_s": 1, "first_token_s": 5,
+    # A run of 0.16 s on a busy machine; a pause may be half of that.
+    "spread_limit": 1.0, "first_spread_limit": 4.0,
 }  # fmt: skip
 
 
@@ -30,15 +33,11 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def measure(
-    server: Server, key_file: Path, parts: list[str], lines: list[str] | None = None, **options: Any
+    server: Server, key_file: Path, parts: list[str], target: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    wanted = request.parse(
-        {
-            "options": OPTIONS | options,
-            "targets": [{"name": "r0", "url": server.url, "model": MODEL, "key_file": str(key_file), "parts": parts}],
-        }
-    )
-    return run.run(wanted, key_file.parent, (lines if lines is not None else []).append)
+    one = {"name": "r0", "url": server.url, "model": MODEL, "key_file": str(key_file), "parts": parts}
+    wanted = request.parse({"options": OPTIONS | options, "targets": [one | (target or {})]})
+    return run.run(wanted, key_file.parent, lambda _: None)
 
 
 def figure(report: dict[str, Any], measure: str) -> dict[str, Any]:
@@ -63,10 +62,27 @@ def test_acceptance_is_of_the_run_alone(server: Server, key_file: Path) -> None:
     server.behaviour.draft, server.behaviour.accepted = 5, (80, 60, 50, 30, 23)
     # what was counted before the run does not count
     server.counts.drafts, server.counts.accepted = 5000, [1, 1, 1, 1, 1]
-    report = measure(server, key_file, ["decode"])
+    report = measure(server, key_file, ["decode"], workloads=["code", "prose", "math"])
     assert figure(report, "acceptance")["value"] == pytest.approx(0.486)
     assert figure(report, "accepted/code")["value"] == pytest.approx(2.43)
     assert report["targets"][0]["speculation"]["all"]["at"] == pytest.approx((0.8, 0.6, 0.5, 0.3, 0.23))
+
+
+def test_acceptance_of_all_is_of_all_three_workloads_or_there_is_none(server: Server, key_file: Path) -> None:
+    """A share of code and math alone is higher, and no figure that others have too."""
+    server.behaviour.draft, server.behaviour.accepted = 5, (80, 60, 50, 30, 23)
+    server.behaviour.fault, server.behaviour.fault_after, server.behaviour.fault_prompt = "early", 8, "essay"
+    report = measure(server, key_file, ["decode"], workloads=["code", "prose", "math"])
+    assert "ended early" in figure(report, "decode/prose")["invalid"]
+    assert figure(report, "acceptance/code")["value"] == pytest.approx(0.486)
+    assert figure(report, "acceptance/prose")["invalid"] == "decode/prose has no number"
+    for measured in ("acceptance", "accepted"):
+        assert figure(report, measured)["value"] is None
+        assert figure(report, measured)["invalid"] == "not of all workloads: prose gave no drafts"
+    report = measure(server, key_file, ["decode"], workloads=["code", "math"])
+    assert [one["measure"] for one in report["figures"]][2:] == [
+        "acceptance/code", "accepted/code", "acceptance/math", "accepted/math",
+    ]  # fmt: skip
 
 
 def test_first_tokens_prefill_and_cache_by_prompts_of_exact_length(server: Server, key_file: Path) -> None:
@@ -116,19 +132,59 @@ def test_a_fault_makes_the_figure_invalid_and_the_run_says_so(
     assert one["value"] is None
     assert one["runs"] == []
     assert re.search(words, one["invalid"])
-    assert report["summary"] == {"figures": 1, "invalid": 1, "unsteady": 0}
+    assert report["summary"] == {"figures": 1, "invalid": 1}
     assert KEY not in json.dumps(report)
 
 
-def test_runs_that_differ_are_unsteady_and_not_hidden(server: Server, key_file: Path) -> None:
-    begin = time.monotonic()
-    timer = threading.Timer(0.35, lambda: setattr(server.behaviour, "token_s", 0.008))
-    timer.start()
-    report = measure(server, key_file, ["decode"], runs=3)
+def test_a_stall_that_is_no_longer_than_the_limit_is_measured_again(server: Server, key_file: Path) -> None:
+    """One request with 0.12 s between two of its tokens, at 500 tok/s: that speed, or none."""
+    server.behaviour.pauses, server.behaviour.pause_s, server.behaviour.fault_after = 1, 0.12, 7
+    report = measure(server, key_file, ["decode"])
+    # one request warms the cache, and is of no run: its pause is nobody's
+    assert report["targets"][0]["notes"] == []
+    server.behaviour.pauses = 2
+    report = measure(server, key_file, ["decode"])
+    assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
+    (note,) = report["targets"][0]["notes"]
+    assert re.search(r"repeated: a pause of 0\.1\d* s between two tokens", note)
+
+
+def test_stalls_that_go_on_give_no_number(server: Server, key_file: Path) -> None:
+    """Each run has one, so they agree on a wrong speed."""
+    server.behaviour.pauses, server.behaviour.pause_s, server.behaviour.fault_after = 99, 0.12, 7
+    report = measure(server, key_file, ["decode"], repeats=1)
+    assert re.search(r"a pause of .* \(2 attempts\)", figure(report, "decode/code")["invalid"])
+
+
+def test_a_wait_before_the_first_token_of_one_point_does_not_cancel(server: Server, key_file: Path) -> None:
+    server.behaviour.pauses, server.behaviour.pause_s, server.behaviour.fault_after = 2, 0.12, 0
+    report = measure(server, key_file, ["decode"])
+    assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
+    (note,) = report["targets"][0]["notes"]
+    assert re.search(r"repeated: a pause of 0\.1\d* s before a first token", note)
+
+
+def test_runs_that_differ_too_much_have_no_mean(server: Server, key_file: Path) -> None:
+    """Each attempt meets the engine at two speeds."""
+    speeds = iter([0.002, 0.002, 0.002, 0.008, 0.008] * 2)
+    server.before = lambda: setattr(server.behaviour, "token_s", next(speeds))
+    report = measure(server, key_file, ["decode"], repeats=1)
     one = figure(report, "decode/code")
-    assert time.monotonic() - begin > 0.5
-    assert one["value"]
-    assert "differ by" in one["unsteady"]
+    assert (one["value"], one["runs"]) == (None, [])
+    assert re.search(r"differ by 1[12]\d\.\d% of their mean, more than 100%: .* \(2 attempts\)", one["invalid"])
+    assert len(server.seen) == 10
+
+
+def test_a_first_token_that_came_late_once_is_measured_again(server: Server, key_file: Path) -> None:
+    """Of two cold prompts one waited 0.3 s: their mean is nobody's time."""
+    server.behaviour.first_s, server.behaviour.prompt_token_s = 0.02, 0.0002
+    waits = iter([0.0] * 7 + [0.3])
+    server.before = lambda: setattr(server.behaviour, "first_s", 0.02 + next(waits, 0.0))
+    report = measure(server, key_file, ["first"], prompt_lengths=[1000], reference_window=4096, spread_limit=0.5)
+    assert figure(report, "first/1000")["value"] == pytest.approx(0.22, rel=0.2)
+    assert figure(report, "prefill/1000")["value"] == pytest.approx(1000 / 0.22, rel=0.2)
+    (note,) = report["targets"][0]["notes"]
+    assert "repeated: the runs differ by" in note
 
 
 def test_requests_of_others_are_seen_and_the_measurement_repeated(server: Server, key_file: Path) -> None:
@@ -190,23 +246,99 @@ def test_an_endpoint_without_counters_is_measured_and_that_is_noted(server: Serv
     assert figure(report, "repeat/1000")["notes"] == ["whether the prefix cache was hit cannot be seen"]
 
 
-def test_counters_of_another_engine_are_noticed(server: Server, key_file: Path) -> None:
-    other = Server()
-    other.start()
-    wanted = request.parse(
-        {
-            "options": OPTIONS,
-            "targets": [
-                {
-                    "name": "r0", "url": server.url, "model": MODEL, "key_file": str(key_file), "parts": ["decode"],
-                    "metrics": [other.url],
-                }
-            ],
-        }
-    )  # fmt: skip
-    report = run.run(wanted, key_file.parent, lambda _: None)
-    other.stop()
+@pytest.fixture
+def other() -> Iterator[Server]:
+    one = Server()
+    one.start()
+    yield one
+    one.stop()
+
+
+def test_counters_of_another_engine_are_noticed(server: Server, other: Server, key_file: Path) -> None:
+    report = measure(server, key_file, ["decode"], {"metrics": [other.url]})
     assert "not the counters of" in figure(report, "decode/code")["invalid"]
+
+
+@pytest.mark.parametrize("kind", ["replica", "balancer"])
+def test_a_replica_without_counters_has_no_figure(server: Server, key_file: Path, kind: str) -> None:
+    """Else who looks away would see nobody."""
+    server.behaviour.has_metrics = False
+    report = measure(server, key_file, ["decode"], {"kind": kind})
+    assert "/metrics answered HTTP 404" in figure(report, "decode/code")["invalid"]
+    with pytest.raises(BenchError, match="metrics: expected the engines' URLs"):
+        measure(server, key_file, ["decode"], {"kind": kind, "metrics": []})
+
+
+def test_one_look_that_failed_costs_one_figure_and_not_the_guard(server: Server, key_file: Path) -> None:
+    server.behaviour.has_metrics = False
+    server.before = lambda: setattr(server.behaviour, "has_metrics", True)
+    lost = measure(server, key_file, ["decode", "first"], {"kind": "replica"}, prompt_lengths=[])
+    assert "HTTP 404" in figure(lost, "decode/code")["invalid"]
+    server.behaviour.has_metrics = True
+    server.behaviour.draft, server.behaviour.accepted = 5, (80, 60, 50, 30, 23)
+    threading.Timer(0.15, lambda: setattr(server.counts, "strangers", 2)).start()
+    report = measure(server, key_file, ["decode"], {"kind": "replica"})
+    assert "other traffic meanwhile" in report["targets"][0]["notes"][0]
+    assert figure(report, "acceptance/code")["value"]
+
+
+def test_requests_to_the_nodes_other_replica_are_seen(server: Server, other: Server, key_file: Path) -> None:
+    target = {"kind": "replica", "neighbours": [other.url]}
+    threading.Timer(0.15, lambda: setattr(other.counts, "strangers", 2)).start()
+    report = measure(server, key_file, ["decode"], target)
+    assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
+    (note,) = report["targets"][0]["notes"]
+    assert "other traffic meanwhile: 2 requests of the node's other replicas, 32 generated tokens of" in note
+    other.counts.running = 1
+    report = measure(server, key_file, ["decode"], target)
+    assert "other traffic: 1 requests run" in figure(report, "decode/code")["invalid"]
+    other.counts.running, other.behaviour.has_metrics = 0, False
+    report = measure(server, key_file, ["decode"], target)
+    assert "/metrics answered HTTP 404" in figure(report, "decode/code")["invalid"]
+
+
+def test_cards_that_nobody_looks_at_are_no_cards_that_were_not_slowed(
+    server: Server, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuid = "GPU-00000000-0000-0000-0000-000000000001"
+    line = f"{uuid}, 00000000:01:00.0, NVIDIA RTX PRO 6000, 91629, 97887, 412.5, 63, 0x0000000000000004"
+    target = {"kind": "replica", "gpus": [uuid]}
+    programs.nvidia_smi(tmp_path, monkeypatch, line)
+    report = measure(server, key_file, ["decode"], target, sample_interval_ms=100)
+    assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
+    assert figure(report, "memory/0000:01:00.0")["value"] == 91629
+    programs.nvidia_smi(tmp_path, monkeypatch, line, dies=True)
+    report = measure(server, key_file, ["decode"], target, sample_interval_ms=100)
+    why = "nvidia-smi ended by itself (exit code 15)"
+    assert figure(report, "decode/code")["invalid"] == f"whether cards were slowed down cannot be seen: {why}"
+    assert figure(report, "memory/0000:01:00.0")["invalid"] == f"not seen to the end: {why}"
+    assert report["cards_note"] == why
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = measure(server, key_file, ["decode"], target)
+    assert "cannot be seen: there is no nvidia-smi here" in figure(report, "decode/code")["invalid"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "most", "streams"),
+    [
+        ("replica", 1, 0, ["load/code/1", "load/code/64", "load/code/128"]),
+        ("replica", 1, 64, ["load/code/1", "load/code/64"]),
+        ("balancer", 2, 128, ["total/code/2", "total/code/128", "total/code/256"]),
+        ("balancer", 2, 64, ["total/code/2", "total/code/128"]),
+        ("balancer", 1, 0, ["total/code/1", "total/code/64", "total/code/128"]),
+    ],
+)
+def test_levels_are_for_each_replica_and_as_many_as_it_decodes_at_once(
+    server: Server, key_file: Path, kind: str, replicas: int, most: int, streams: list[str]
+) -> None:
+    target = {"kind": kind, "replicas": replicas, "max_num_seqs": most}
+    report = measure(server, key_file, ["levels"], target, levels=[1, 64, 128])
+    assert [one["measure"] for one in report["figures"]] == streams
+    assert report["targets"][0]["notes"] == (
+        ["not measured with 128 streams a replica: it decodes 64 at once (max_num_seqs), the others would wait"]
+        if most == 64
+        else []
+    )
 
 
 def test_a_model_of_another_name_leaves_nothing_to_measure(server: Server, key_file: Path) -> None:
@@ -245,6 +377,32 @@ def test_the_command_line_writes_report_and_page(
     server.behaviour.fault = "no usage"
     assert cli.main([*argv, *options, "--out", str(tmp_path / "out")]) == 3
     assert 'class="tag bad">invalid' in (tmp_path / "out/page.html").read_text()
+
+
+def test_a_broken_baseline_does_not_cost_the_measurement(
+    server: Server, key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out, release = tmp_path / "baselines", tmp_path / "out", "a" * 12
+    folder.mkdir()
+    target = {"url": server.url, "model": MODEL, "key_file": str(key_file), "parts": ["decode"]}
+    (tmp_path / "request.json").write_text(json.dumps({"release": release, "options": OPTIONS, "targets": [target]}))
+    argv = ["run", "--request", str(tmp_path / "request.json"), "--out", str(out), "--baselines", str(folder), "--keep"]
+    (folder / f"{release}.json").write_text('{"schema": 1, "figures": [{"id": "endpoint/decode/code"}]}')
+    assert cli.main(argv) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["figures"][0]["value"] == pytest.approx(500, rel=0.1)
+    assert "is no whole report: the report has no 'program'" in report["unusable_baselines"][0]
+    assert "passed over: " in capsys.readouterr().out
+    # One that cannot be written.
+    (folder / f"{release}.json").unlink()
+    (folder / f"{release}.partial").mkdir()
+    assert cli.main(argv) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert "aaaaaaaaaaaa.json: Is a directory" in report["unusable_baselines"][0]
+    (folder / f"{release}.partial").rmdir()
+    assert cli.main(argv) == 0
+    assert cli.main(argv) == 0
+    assert json.loads((out / "report.json").read_text())["comparison"]["rows"][0]["verdict"] != "unknown"
 
 
 def test_a_key_that_others_can_read_is_refused(key_file: Path) -> None:

@@ -46,13 +46,6 @@ def summary(values: Sequence[float]) -> Summary:
     return Summary(mean, (max(values) - min(values)) / mean)
 
 
-def unsteady(found: Summary, runs: int, limit: float) -> str | None:
-    """The sentence about runs that differ by more than the limit; None when they do not."""
-    if runs < 2 or found.spread <= limit:
-        return None
-    return f"{runs} runs differ by {found.spread:.1%} of their mean, more than {limit:.0%}"
-
-
 def median(values: Sequence[float]) -> float:
     """The middle value. Raises NoFigureError without values."""
     if not values:

@@ -1,4 +1,4 @@
-"""Reports that are kept on a node, one for each set of releases, to compare later runs with."""
+"""Figures that are kept on a node, for each set of releases, to compare later runs with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from gpu_node_bench.errors import BenchError
 from gpu_node_bench.run import write
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+# What is of one run alone.
+_PASSING = ("comparison", "unusable_baselines")
 
 
 def path(folder: Path, release: str) -> Path:
@@ -21,13 +23,20 @@ def path(folder: Path, release: str) -> Path:
     return folder / f"{release}.json"
 
 
-def choose(folder: Path, release: str) -> Path | None:
-    """This set's own baseline, else the one of another set that was made last; None when there is none."""
+def choose(folder: Path, release: str) -> tuple[Path | None, list[str]]:
+    """This set's own baseline, else the one of another set that was made last; and why some cannot be used."""
     own = path(folder, release)
-    if own.exists():
-        return own
-    others = sorted(folder.glob("*.json")) if folder.is_dir() else []
-    return max(others, key=lambda one: (str(compare.load(one).get("created")), one.name), default=None)
+    found: dict[Path, str] = {}
+    troubles = []
+    # False comes before True.
+    for one in sorted(folder.glob("*.json"), key=lambda one: (one != own, one.name)):
+        try:
+            found[one] = compare.load(one)["created"]
+        except BenchError as why:
+            troubles.append(str(why))
+        if own in found:
+            break
+    return max(found, key=lambda one: (found[one], one.name), default=None), troubles
 
 
 def comparison(report: dict[str, Any], baseline: Path) -> dict[str, Any]:
@@ -35,9 +44,9 @@ def comparison(report: dict[str, Any], baseline: Path) -> dict[str, Any]:
     old = compare.load(baseline)
     rows = compare.compare(old, report)
     return {
-        "release": old.get("release"),
-        "created": old.get("created"),
-        "same_release": old.get("release") == report["release"],
+        "release": old["release"],
+        "created": old["created"],
+        "same_release": old["release"] == report["release"],
         "exit_code": compare.exit_code(rows),
         "rows": [asdict(row) for row in rows],
         "old": {one["id"]: one["value"] for one in old["figures"]},
@@ -45,12 +54,34 @@ def comparison(report: dict[str, Any], baseline: Path) -> dict[str, Any]:
 
 
 def keep(report: dict[str, Any], folder: Path, replace: bool) -> str:
-    """Make the report the baseline of its releases; return what was done, or why not."""
+    """Put the report's numbers into the baseline of its releases; return what was done, or why not.
+
+    A number that is there stays, unless it is to be replaced; what has no number is never in it.
+    """
     target = path(folder, report["release"])
-    summary = report["summary"]
-    if summary["invalid"] or not summary["figures"]:
-        return f"not kept as a baseline: {summary['invalid']} of {summary['figures']} figures are invalid"
-    if target.exists() and not replace:
+    new = {one["id"]: one for one in report["figures"] if one["value"] is not None}
+    if not new:
+        return "not kept as a baseline: no figure has a number"
+    head, old = report, dict[str, Any]()
+    if target.exists():
+        try:
+            kept = compare.load(target)
+        except BenchError as why:
+            if not replace:
+                return f"the baseline of these releases stays as it is, and is of no use until it is replaced: {why}"
+        else:
+            if kept["program"] == report["program"]:
+                old = {one["id"]: one for one in kept["figures"]}
+            elif not replace:
+                return f"the baseline of these releases stays, of version {kept['program']} of the program: {target}"
+            head = report if replace else kept
+    added = len(new.keys() - old.keys())
+    if old and not replace and not added:
         return f"the baseline of these releases stays: {target}"
-    write({name: value for name, value in report.items() if name != "comparison"}, target)
-    return f"kept as the baseline of these releases: {target}"
+    figures = list(({**old, **new} if replace else {**new, **old}).values())
+    summary = {"figures": len(figures), "invalid": 0}
+    whole = {**head, "figures": figures, "summary": summary}
+    write({name: value for name, value in whole.items() if name not in _PASSING}, target)
+    if old and not replace:
+        return f"{added} figures put into the baseline of these releases, which lacked them: {target}"
+    return f"{len(new)} figures kept as the baseline of these releases: {target}"

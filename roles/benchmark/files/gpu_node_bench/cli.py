@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--part", action="append", choices=request.PARTS, help="only these parts")
     one.add_argument("--out", type=Path, default=Path("."), help="folder for report.json and page.html")
     one.add_argument("--baselines", type=Path, help="folder of earlier reports, by release, to compare with")
-    one.add_argument("--keep", action="store_true", help="keep this report there unless its releases have one")
-    one.add_argument("--replace", action="store_true", help="keep this report there in any case")
+    one.add_argument("--keep", action="store_true", help="keep there the figures that its releases have none of")
+    one.add_argument("--replace", action="store_true", help="keep its figures there in any case")
 
     two = commands.add_parser("compare", help="two reports, figure by figure")
     two.add_argument("old", type=Path)
@@ -101,24 +101,38 @@ def _write_page(report: dict[str, Any], out: Path, published: Path = references.
         raise BenchError(f"{out}: {error.strerror}") from None
 
 
+def _use_baselines(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Compare with the baseline that there is, and keep what it lacks."""
+    old, report["unusable_baselines"] = baselines.choose(args.baselines, report["release"])
+    for trouble in report["unusable_baselines"]:
+        _say(f"passed over: {trouble}")
+    if old:
+        report["comparison"] = baselines.comparison(report, old)
+        _say(f"against {old}:")
+        _say(compare.table(compare.compare(compare.load(old), report)))
+    if args.keep or args.replace:
+        try:
+            _say(baselines.keep(report, args.baselines, args.replace))
+        except BenchError as why:
+            report["unusable_baselines"].append(str(why))
+            _say(f"not kept as a baseline: {why}")
+
+
 def _run(args: argparse.Namespace) -> int:
     wanted = _wanted(args)
-    if args.baselines and not wanted.release:
-        raise BenchError("--baselines: the request names no release to keep them by")
-    report = run.run(wanted, args.out, _say)
     if args.baselines:
-        if old := baselines.choose(args.baselines, wanted.release):
-            report["comparison"] = baselines.comparison(report, old)
-            _say(f"against {old}:")
-            _say(compare.table(compare.compare(compare.load(old), report)))
-        if args.keep or args.replace:
-            _say(baselines.keep(report, args.baselines, args.replace))
+        baselines.path(args.baselines, wanted.release)
+    report = run.run(wanted, args.out, _say)
+    # First of all: what is wrong with a baseline must not cost the measurement.
     run.write(report, args.out / "report.json")
+    if args.baselines:
+        _use_baselines(report, args)
+        run.write(report, args.out / "report.json")
     _write_page(report, args.out / "page.html")
     summary = report["summary"]
     _say(
         f"{summary['figures'] - summary['invalid']} of {summary['figures']} figures have a number, "
-        f"{summary['unsteady']} of them unsteady, in {report['seconds']:.0f} s: {args.out / 'report.json'}"
+        f"in {report['seconds']:.0f} s: {args.out / 'report.json'}"
     )
     return 3 if summary["invalid"] or not summary["figures"] else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,21 @@ TOLERANCES = {
     "load": 0.10,
     "memory": 0.02,
 }
-# What both runs must have had alike, or their figures are of different things.
-_METHOD = (
-    "tokens_short", "tokens_long", "ignore_eos", "thinking_off", "level_tokens", "level_requests", "level_workload",
-)  # fmt: skip
+# What has to be in a report, and of which types.
+_NUMBER = (int, float)
+_REPORT: dict[str, Any] = {
+    "program": str, "created": str, "name": str, "profile": str, "release": str, "seconds": _NUMBER, "clock": dict,
+    "method": dict, "targets": list, "figures": list, "cards": list, "cards_note": str, "phases": list, "node": dict,
+    "summary": dict,
+}  # fmt: skip
+_FIGURE: dict[str, Any] = {
+    "id": str, "target": str, "measure": str, "kind": str, "unit": str, "value": (*_NUMBER, type(None)),
+    "spread": (*_NUMBER, type(None)), "runs": list, "invalid": (str, type(None)), "notes": list, "method": dict,
+    "details": dict,
+}  # fmt: skip
+_TARGET: dict[str, Any] = {
+    "name": str, "kind": str, "model": str, "engine": dict, "speculation": dict, "notes": list,
+}  # fmt: skip
 
 WORDS = {"same": "same", "better": "better", "worse": "WORSE", "unknown": "cannot be compared"}
 
@@ -43,32 +55,63 @@ class Row:
     why: str = ""
 
 
+def _fault(value: Any, wanted: dict[str, Any], where: str) -> str:
+    """What a part of a report lacks, or has of another type; empty when nothing."""
+    if not isinstance(value, dict):
+        return f"{where} is no object"
+    for name, kind in wanted.items():
+        if name not in value:
+            return f"{where} has no {name!r}"
+        if not isinstance(value[name], kind) or isinstance(value[name], bool):
+            return f"{where} has {name!r}: {json.dumps(value[name])[:60]}"
+    return ""
+
+
+def _figure_fault(one: Any, where: str) -> str:
+    if fault := _fault(one, _FIGURE, where):
+        return fault
+    if one["kind"] not in KINDS:
+        return f"{where} has 'kind': {one['kind']!r}"
+    if one["value"] is not None and not math.isfinite(one["value"]):
+        return f"{where} has 'value': {one['value']}"
+    return "" if (one["value"] is None) == bool(one["invalid"]) else f"{where} has a value and is invalid, or neither"
+
+
+def _report_fault(report: dict[str, Any]) -> str:
+    faults = [_fault(report, _REPORT, "the report")]
+    if not faults[0]:
+        faults += [_figure_fault(one, f"figures[{at}]") for at, one in enumerate(report["figures"])]
+        faults += [_fault(one, _TARGET, f"targets[{at}]") for at, one in enumerate(report["targets"])]
+    return next(filter(None, faults), "")
+
+
 def load(path: Path) -> dict[str, Any]:
-    """A report in a file. Raises BenchError."""
+    """A report in a file, with all that a report has. Raises BenchError."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"{path} is not JSON: {error}") from None
-    if not isinstance(report, dict) or report.get("schema") != 1 or not isinstance(report.get("figures"), list):
+    if not isinstance(report, dict) or report.get("schema") != 1:
         raise BenchError(f"{path} is no report of this program (schema 1)")
+    if fault := _report_fault(report):
+        raise BenchError(f"{path} is no whole report: {fault}")
     return report
 
 
 def different_method(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The sentence about runs that were made in different ways; empty when they were not."""
+    """The sentence about two figures that are of different things; empty when they are not."""
+    names = dict.fromkeys([*old["method"], *new["method"]])
     words = [
         f"{name} {old['method'].get(name)!r} and {new['method'].get(name)!r}"
-        for name in _METHOD
+        for name in names
         if old["method"].get(name) != new["method"].get(name)
     ]
-    if old["program"] != new["program"]:
-        words.append(f"program version {old['program']} and {new['program']}")
     return "measured in different ways: " + ", ".join(words) if words else ""
 
 
-def _row(one: dict[str, Any], other: dict[str, Any] | None, tolerance: float, method: str) -> Row:
+def _row(one: dict[str, Any], other: dict[str, Any] | None, tolerance: float, program: str) -> Row:
     def unknown(why: str) -> Row:
         old, new = one["value"], other["value"] if other else None
         return Row(one["id"], one["unit"], old, new, None, tolerance, "unknown", why)
@@ -78,11 +121,8 @@ def _row(one: dict[str, Any], other: dict[str, Any] | None, tolerance: float, me
     for which, figure in (("old", one), ("new", other)):
         if figure["value"] is None:
             return unknown(f"{which}: invalid: {figure['invalid']}")
-    if method and one["kind"] != "memory":
-        return unknown(method)
-    unsteady = [f"{which} unsteady" for which, figure in (("old", one), ("new", other)) if figure["unsteady"]]
-    if unsteady:
-        return unknown(", ".join(unsteady))
+    if why := program or different_method(one, other):
+        return unknown(why)
     old, new = float(one["value"]), float(other["value"])
     if old == 0:
         return unknown("the old figure is 0")
@@ -95,9 +135,10 @@ def _row(one: dict[str, Any], other: dict[str, Any] | None, tolerance: float, me
 def compare(old: dict[str, Any], new: dict[str, Any], tolerances: dict[str, float] | None = None) -> list[Row]:
     """Every figure of the old report, and those that only the new one has."""
     limits = TOLERANCES | (tolerances or {})
-    method = different_method(old, new)
+    versions = [old["program"], new["program"]]
+    program = f"measured by versions {' and '.join(versions)} of the program" if versions[0] != versions[1] else ""
     found = {one["id"]: one for one in new["figures"]}
-    rows = [_row(one, found.get(one["id"]), limits[one["kind"]], method) for one in old["figures"]]
+    rows = [_row(one, found.get(one["id"]), limits[one["kind"]], program) for one in old["figures"]]
     known = {one["id"] for one in old["figures"]}
     for one in new["figures"]:
         if one["id"] not in known:

@@ -10,4 +10,4 @@ class NoFigureError(Exception):
 
 
 class DisturbedError(NoFigureError):
-    """Something else used the engine meanwhile: worth another try."""
+    """Something else was in it (another's request, a pause): worth another try."""

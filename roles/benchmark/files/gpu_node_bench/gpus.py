@@ -18,6 +18,9 @@ _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 SLOWED = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
 POWER_CAP = 0x4
 _PLOTTED = 240
+# Beyond its interval, nvidia-smi may take that long for a look.
+_SEEN_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def _command(reasons: str, interval_ms: int) -> list[str]:
 
 
 class Sampler:
-    """Runs nvidia-smi beside the benchmark. On a machine without it there are no cards and `why` says so."""
+    """Runs nvidia-smi beside the benchmark. `why` says why there are no samples, or no further ones."""
 
     def __init__(self, interval_ms: int, only: Sequence[str] = ()) -> None:
         self.cards: dict[str, Card] = {}
@@ -80,6 +83,7 @@ class Sampler:
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._stopping = False
 
     def __enter__(self) -> Sampler:
         if shutil.which("nvidia-smi") is None:
@@ -108,6 +112,9 @@ class Sampler:
         for line in process.stdout or ():
             if found := parse_line(line, time.monotonic()):
                 self.take(*found)
+        code = process.wait()
+        if not self._stopping:
+            self.why = f"nvidia-smi ended by itself (exit code {code})"
 
     def take(self, card: Card, sample: Sample) -> None:
         """Add a sample, unless the card is none of ours."""
@@ -117,6 +124,7 @@ class Sampler:
             self.cards.setdefault(card.uuid, card).samples.append(sample)
 
     def __exit__(self, *_: object) -> None:
+        self._stopping = True
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,6 +142,23 @@ class Sampler:
                 for sample in card.samples
                 if begin <= sample.at <= end
             ]
+
+    def unseen(self, since: float, uuids: Sequence[str]) -> str:
+        """Wait until each of these cards was seen after that moment; the sentence about those that were not.
+
+        Without it, cards that nobody looks at would count as cards that were not slowed down.
+        """
+        limit = time.monotonic() + _SEEN_WITHIN_S + 3 * self._interval_ms / 1000
+        while True:
+            gone = self.why
+            with self._lock:
+                missing = [uuid for uuid in uuids if uuid not in self.cards or self.cards[uuid].samples[-1].at < since]
+            if not missing:
+                return ""
+            if gone or time.monotonic() >= limit:
+                why = gone or f"nvidia-smi said nothing of {', '.join(uuid[:12] for uuid in missing)}"
+                return f"whether cards were slowed down cannot be seen: {why}"
+            time.sleep(_LOOK_EVERY_S)
 
     def slowed(self, begin: float, end: float, uuids: Sequence[str] = ()) -> str:
         """The sentence about cards that were slowed down in that while; empty when none was."""

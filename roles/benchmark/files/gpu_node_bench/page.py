@@ -16,6 +16,8 @@ from gpu_node_bench.references import Reference, References
 _STYLE = Path(__file__).with_name("style.css")
 _MIB_GIB = 1024
 _GIB = 1024**3
+# First words of what many streams are measured as.
+LOADS = {"load": "Many streams to one replica", "total": "Many streams to the node, all its replicas together"}
 
 
 def value_text(value: float | None, unit: str) -> str:
@@ -89,22 +91,22 @@ class Page:
         if one["invalid"]:
             return '<td class="n"><span class="tag bad">invalid</span></td>'
         lines = []
-        if one["unsteady"]:
-            lines.append(f'<small class="warn">unsteady, spread {one["spread"]:.0%}</small>')
-        elif one["spread"] is not None:
+        if one["spread"] is not None:
             lines.append(f"<small>spread {one['spread']:.1%}</small>")
+        if one["details"].get("first_p50_s") is not None:
+            middle, late = (time_text(one["details"][name]) for name in ("first_p50_s", "first_p99_s"))
+            lines.append(f"<small>first token {middle}, p99 {late}</small>")
         row = self.rows.get(one["id"])
         if row and row["change"] is not None:
             kind = {"worse": "bad", "better": "good"}.get(row["verdict"], "")
             lines.append(f'<small class="{kind}">{row["change"]:+.1%} to baseline</small>')
         return f'<td class="n">{value_text(one["value"], one["unit"])}{"".join(lines)}</td>'
 
-    def published_cell(self, measure: str) -> str:
-        text = "".join(
+    def published_text(self, measure: str) -> str:
+        return "".join(
             f"<div>{value_text(one.value, one.unit)}<small>{escape(one.label)} {self.source(one.source)}</small></div>"
             for one in self.published.of(measure)
         )
-        return f'<td class="n">{text}</td>'
 
     def group(self, title: str, measures: Sequence[tuple[str, str]], columns: Sequence[str], published: bool) -> str:
         """Rows of the table of figures under a title of their own; measures: (measure, name)."""
@@ -115,8 +117,12 @@ class Page:
         )
         for measure, name in measures:
             cells = "".join(self.cell(self.get(target, measure)) for target in columns)
-            cells += self.published_cell(measure) if published else ""
+            text = self.published_text(measure)
+            cells += f'<td class="n pub">{text}</td>' if published else ""
             rows += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
+            if text:
+                # On a narrow screen it stands below the values: a column of its own would be off the screen.
+                rows += f'<tr class="below"><td colspan="{1 + len(columns)}"><div>published {text}</div></td></tr>'
         return f"<tbody>{rows}</tbody>"
 
     # sections
@@ -126,8 +132,6 @@ class Page:
         chips = [("", f"{summary['figures'] - summary['invalid']} of {summary['figures']} figures have a number")]
         if summary["invalid"]:
             chips.append(("bad", f"{summary['invalid']} invalid"))
-        if summary["unsteady"]:
-            chips.append(("warn", f"{summary['unsteady']} unsteady"))
         chips += self.baseline_chips()
         if self.report["clock"]["note"]:
             chips.append(("warn", self.report["clock"]["note"]))
@@ -142,6 +146,12 @@ class Page:
         )
 
     def baseline_chips(self) -> list[tuple[str, str]]:
+        unusable = (
+            [("warn", "a baseline cannot be used: see the notes")] if self.report.get("unusable_baselines") else []
+        )
+        return [*self.comparison_chips(), *unusable]
+
+    def comparison_chips(self) -> list[tuple[str, str]]:
         if not self.comparison:
             return [("", "no baseline to compare with")]
         worse = sum(row["verdict"] == "worse" for row in self.rows.values())
@@ -160,18 +170,22 @@ class Page:
             ("Decode, one stream", [(measure, measure.partition("/")[2]) for measure in self.measures("decode")]),
             ("Time to the first token", self.first_rows()),
             ("Drafts of the speculation", [(measure, draft_name(measure)) for measure in drafts]),
-            ("Many streams, all together", [(measure, stream_name(measure)) for measure in self.measures("load")]),
+            (f"{LOADS['load']}: whole requests", self.stream_rows("load")),
+            (f"{LOADS['total']}: whole requests", self.stream_rows("total")),
         )
         measures = [measure for _, rows in groups for measure, _ in rows]
         columns = [target["name"] for target in self.targets]
         published = any(self.published.of(measure) for measure in measures)
         heads = "".join(f'<th class="n" scope="col">{escape(name)}</th>' for name in columns)
-        heads += '<th class="n" scope="col">published</th>' if published else ""
+        heads += '<th class="n pub" scope="col">published</th>' if published else ""
         body = "".join(self.group(title, rows, columns, published) for title, rows in groups)
         return (
             '<h2>Figures</h2><div class="scroll"><table class="figures">'
             f"<thead><tr><td></td>{heads}</tr></thead>{body}</table></div>"
         )
+
+    def stream_rows(self, word: str) -> list[tuple[str, str]]:
+        return [(measure, stream_name(measure)) for measure in self.measures(word)]
 
     def first_rows(self) -> list[tuple[str, str]]:
         rows = []
@@ -190,7 +204,8 @@ class Page:
         return f'<section class="card"><h3>{escape(title)}</h3><p class="sub">{escape(sub)}</p>{body}</section>'
 
     def plots(self) -> str:
-        parts = [self.decode_plot(), self.load_plot(), self.first_plot(), self.acceptance_plot(), self.power_plot()]
+        parts = [self.decode_plot(), *(self.load_plot(word, title) for word, title in LOADS.items())]
+        parts += [self.first_plot(), self.acceptance_plot(), self.power_plot()]
         return '<h2>Plots</h2><div class="grid2">' + "".join(part for part in parts if part) + "</div>"
 
     def decode_plot(self) -> str:
@@ -214,8 +229,8 @@ class Page:
         )  # fmt: skip
         return self.chart("Decode, one stream", "tokens a second by workload", drawn(series, body, marks))
 
-    def load_plot(self) -> str:
-        measures, targets = self.measures("load"), self.names("load")
+    def load_plot(self, word: str, title: str) -> str:
+        measures, targets = self.measures(word), self.names(word)
         if not measures:
             return ""
         levels = [float(measure.rpartition("/")[2]) for measure in measures]
@@ -240,7 +255,7 @@ class Page:
             series, marks, places=levels,
             label="Tokens a second by concurrent streams", x_title="concurrent streams", y_title="tok/s, all together",
         )  # fmt: skip
-        return self.chart("Many streams", "generated tokens a second, whole requests", drawn(series, body, marks))
+        return self.chart(title, "generated tokens a second, whole requests", drawn(series, body, marks))
 
     def first_plot(self) -> str:
         targets = self.names("first")
@@ -272,8 +287,13 @@ class Page:
         )
 
     def acceptance_plot(self) -> str:
-        found = [(target["name"], target["speculation"].get("all")) for target in self.targets]
-        series = [Series(name, tuple(enumerate(one["at"]))) for name, one in found if one and one["at"]]
+        series = []
+        for target in self.targets:
+            seen = target["speculation"]
+            # Of all workloads where there is such a thing, else of each of those that were asked for.
+            found = {target["name"]: seen["all"]} if "all" in seen else {}
+            found = found or {f"{target['name']}, {workload}": one for workload, one in seen.items()}
+            series += [Series(name, tuple(enumerate(one["at"]))) for name, one in found.items() if one["at"]]
         if not series:
             return ""
         width = max(len(one.points) for one in series)
@@ -360,16 +380,17 @@ class Page:
 
     def troubles(self) -> str:
         invalid = [(one["id"], one["invalid"]) for one in self.figures.values() if one["invalid"]]
-        unsteady = [(one["id"], one["unsteady"]) for one in self.figures.values() if one["unsteady"]]
         worse = [
             (one["id"], f"{one['change']:+.1%}, allowed {one['tolerance']:.0%}")
             for one in self.rows.values()
             if one["verdict"] == "worse"
         ]
         notes = [(target["name"], note) for target in self.targets for note in target["notes"]]
-        for one in self.figures.values():
-            if one["kind"] != "load":
-                notes += [(one["id"], note) for note in one["notes"]]
+        notes += [(one["id"], note) for one in self.figures.values() for note in one["notes"]]
+        notes += [("node", note) for note in self.node.get("notes", [])]
+        notes += [("baseline", trouble) for trouble in self.report.get("unusable_baselines", [])]
+        if self.report["cards"] and self.report["cards_note"]:
+            notes.append(("cards", self.report["cards_note"]))
         for card in self.report["cards"]:
             if card["power_capped"]:
                 notes.append((card["address"], "reached its power limit at times, which is normal under load"))
@@ -378,7 +399,6 @@ class Page:
             for title, found in (
                 ("Invalid: no number, and why", invalid),
                 ("Worse than the baseline", worse),
-                ("Unsteady", unsteady),
                 ("Notes", grouped(notes)),
             )
             if found
@@ -448,9 +468,13 @@ def draft_name(measure: str) -> str:
     return f"{'accepted' if word == 'acceptance' else 'tokens a draft'}, {workload or 'all'}"
 
 
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{shown(seconds, 's')} s"
+
+
 def stream_name(measure: str) -> str:
-    streams = measure.rpartition("/")[2]
-    return f"{streams} stream{'' if streams == '1' else 's'}"
+    word, _, streams = measure.split("/")
+    return f"{streams} stream{'' if streams == '1' else 's'}{' in all' if word == 'total' else ''}"
 
 
 def minutes(seconds: float) -> str:

@@ -34,12 +34,13 @@ class Options:
     # The model's window where the endpoint does not say; 0: it has to.
     window: int = 0
     long_runs: int = 2
+    # For each engine behind the endpoint.
     levels: tuple[int, ...] = (1, 8, 32, 64, 128)
     level_tokens: int = 512
     level_requests: int = 2
     level_workload: str = "code"
     spread_limit: float = 0.15
-    # One token's time varies more than a stream's speed.
+    # Of what takes well below a second: a short prompt, or one that is cached.
     first_spread_limit: float = 0.5
     first_token_s: float = 900.0
     stall_s: float = 60.0
@@ -59,7 +60,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """An endpoint to measure, and the pages with the counters of all the engines behind it."""
+    """An endpoint to measure.
+
+    metrics: base URLs of all the engines behind it, for their counters; neighbours: those of the node's other engines.
+    replicas: how many engines share its streams. max_num_seqs: what each of them decodes at once, 0: not known.
+    """
 
     name: str
     kind: str
@@ -67,6 +72,9 @@ class Target:
     model: str
     key_file: str
     metrics: tuple[str, ...]
+    neighbours: tuple[str, ...]
+    replicas: int
+    max_num_seqs: int
     parts: tuple[str, ...]
     gpus: tuple[str, ...]
     release: str
@@ -90,7 +98,13 @@ def _fail(where: str, wanted: str, found: Any) -> BenchError:
     return BenchError(f"{where}: expected {wanted}, found {text if len(text) <= 60 else text[:57] + '...'}")
 
 
-_NAMES: dict[type[Any], str] = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+_NAMES: dict[type[Any], str] = {
+    str: "a text",
+    int: "a whole number",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+}
 
 
 def _take(value: dict[str, Any], name: str, kind: type[Any], where: str, default: Any = None) -> Any:
@@ -105,6 +119,13 @@ def _texts(value: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
     if not all(isinstance(item, str) for item in found):
         raise _fail(f"{where}.{name}", "a list of texts", found)
     return tuple(found)
+
+
+def _count(value: dict[str, Any], name: str, where: str, least: int) -> int:
+    found = _take(value, name, int, where, least)
+    if found < least:
+        raise _fail(f"{where}.{name}", f"a whole number, at least {least}", found)
+    return int(found)
 
 
 _AT_LEAST: dict[str, float] = {
@@ -178,6 +199,8 @@ def _target(value: Any, where: str) -> Target:
     if wrong := [part for part in parts if part not in PARTS]:
         raise _fail(f"{where}.parts", f"parts out of {', '.join(PARTS)}", wrong[0])
     metrics = _texts(value, "metrics", where) if "metrics" in value else (url.rstrip("/").removesuffix("/v1"),)
+    if kind != "endpoint" and not metrics:
+        raise _fail(f"{where}.metrics", f"the engines' URLs, without which a {kind} is not measured", [])
     return Target(
         name=_take(value, "name", str, where, "endpoint"),
         kind=kind,
@@ -185,6 +208,9 @@ def _target(value: Any, where: str) -> Target:
         model=_take(value, "model", str, where),
         key_file=_take(value, "key_file", str, where, ""),
         metrics=metrics,
+        neighbours=_texts(value, "neighbours", where),
+        replicas=_count(value, "replicas", where, 1),
+        max_num_seqs=_count(value, "max_num_seqs", where, 0),
         parts=parts,
         gpus=_texts(value, "gpus", where),
         release=_take(value, "release", str, where, ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 from gpu_node_bench import VERSION, arithmetic, engine_counters, generator, prompts
 from gpu_node_bench.arithmetic import Calibration, Drafts
 from gpu_node_bench.endpoint import Answer
-from gpu_node_bench.errors import BenchError, NoFigureError
+from gpu_node_bench.errors import BenchError, DisturbedError, NoFigureError
 from gpu_node_bench.figures import Figure, figure, guarded, invalid, settle
 from gpu_node_bench.gpus import Sampler
 from gpu_node_bench.request import Options, Request, Target
@@ -30,6 +31,8 @@ _CLOCK_STEP_S = 0.05
 _COLD_SHARE = 0.02
 _WARM_SHARE = 0.5
 _FILLERS = 16
+# Of two runs that just differ by the limit, each is off by half of it: so much may come from a pause.
+_PAUSE_SHARE = 0.5
 # What the first token's request has to leave free.
 _ROOM = 1
 
@@ -83,6 +86,9 @@ class TargetRun:
         yield
         self.phases.append({"name": f"{self.target.name}: {part}", "begin": begin, "end": time.monotonic()})
 
+    def _figure(self, measure: str, kind: str, **details: Any) -> Figure:
+        return figure(self.target.name, measure, kind, self._options, **details)
+
     def _add(self, made: Figure, why: str, fill: Callable[[Figure], object]) -> Figure:
         """Measure a figure, or say why not, and print it."""
         self.figures.append(invalid(made, why) if why else guarded(made, fill))
@@ -94,7 +100,7 @@ class TargetRun:
     def _decode_part(self, why: str) -> None:
         for workload in self._options.workloads:
             self._add(
-                figure(self.target.name, f"decode/{workload}", "decode", tokens=self._options.tokens_long),
+                self._figure(f"decode/{workload}", "decode", tokens=self._options.tokens_long),
                 why,
                 partial(self._decode, workload=workload),
             )
@@ -110,9 +116,15 @@ class TargetRun:
                 for _ in range(options.runs)
             ]
 
-        pairs, seen = self._watch.watched(work)
-        speeds = [arithmetic.two_point(a.tokens, a.last_s, b.tokens, b.last_s) for a, b in pairs]
-        settle(made, speeds, options.spread_limit)
+        def once() -> tuple[list[tuple[Answer, Answer]], Watched]:
+            pairs, seen = self._watch.watched_once(work)
+            for short, long in pairs:
+                refuse_pause(short, long, options.spread_limit * _PAUSE_SHARE)
+            speeds = [arithmetic.two_point(a.tokens, a.last_s, b.tokens, b.last_s) for a, b in pairs]
+            settle(made, speeds, options.spread_limit)
+            return pairs, seen
+
+        pairs, seen = self._watch.repeated(once)
         first, last = pairs[0]
         made["details"].update(
             prompt_tokens=last.prompt_tokens,
@@ -134,26 +146,34 @@ class TargetRun:
             self._drafts[workload] = seen.moved.speculation
 
     def _speculation(self) -> None:
-        """Acceptance over the decode runs, of each workload and of all."""
+        """Acceptance over the decode runs of each workload, and of all three where all three were asked for."""
         if not self._drafts:
             return
-        whole = {**self._drafts, "all": engine_counters.add(list(self._drafts.values()))}
-        for workload, drafts in whole.items():
-            suffix = "" if workload == "all" else f"/{workload}"
+        asked = self._options.workloads
+        for workload in asked:
+            why = "" if workload in self._drafts else f"decode/{workload} has no number"
+            self._accepted(f"/{workload}", why, self._drafts.get(workload))
+        if set(asked) == set(prompts.WORKLOADS):
+            silent = [name for name in asked if name not in self._drafts or not self._drafts[name].drafts]
+            why = f"not of all workloads: {' and '.join(silent)} gave no drafts" if silent else ""
+            self._accepted("", why, engine_counters.add(list(self._drafts.values())))
 
-            def fill(made: Figure, drafts: Drafts = drafts, workload: str = workload) -> None:
-                found = arithmetic.acceptance(drafts)
-                made["value"] = found.rate if made["kind"] == "acceptance" else found.per_draft
-                made["details"].update(drafts=drafts.drafts, draft_tokens=drafts.draft_tokens, accepted=drafts.accepted)
-                self.speculation[workload] = asdict(found)
+    def _accepted(self, suffix: str, why: str, drafts: Drafts | None) -> None:
+        def fill(made: Figure) -> None:
+            if drafts is None:
+                raise NoFigureError(why)
+            found = arithmetic.acceptance(drafts)
+            made["value"] = found.rate if made["kind"] == "acceptance" else found.per_draft
+            made["details"].update(drafts=drafts.drafts, draft_tokens=drafts.draft_tokens, accepted=drafts.accepted)
+            self.speculation[suffix.removeprefix("/") or "all"] = asdict(found)
 
-            for kind in ("acceptance", "accepted"):
-                self._add(figure(self.target.name, kind + suffix, kind), "", fill)
+        for kind in ("acceptance", "accepted"):
+            self._add(self._figure(kind + suffix, kind), why, fill)
 
     # time to the first token
 
     def _first_part(self, why: str) -> None:
-        self._add(figure(self.target.name, "first/short", "first_token"), why, self._short)
+        self._add(self._figure("first/short", "first_token"), why, self._short)
         if not self._options.prompt_lengths:
             return
         if not why and self.window is None:
@@ -175,9 +195,12 @@ class TargetRun:
             self._watch.ask(prompts.short(secrets.randbits(48)), 1)
             return [self._watch.ask(prompts.short(secrets.randbits(48)), 1) for _ in range(self._options.short_runs)]
 
-        answers, _ = self._watch.watched(work)
-        settle(made, [answer.first_s for answer in answers], self._options.first_spread_limit, middle=True)
-        made["details"].update(prompt_tokens=answers[0].prompt_tokens)
+        def once() -> list[Answer]:
+            answers, _ = self._watch.watched_once(work)
+            settle(made, [answer.first_s for answer in answers], self._options.first_spread_limit, middle=True)
+            return answers
+
+        made["details"].update(prompt_tokens=self._watch.repeated(once)[0].prompt_tokens)
 
     def _calibrate(self) -> Calibration:
         def cost(blocks: int, fillers: int) -> int:
@@ -190,15 +213,14 @@ class TargetRun:
 
     def _long(self, length: int, calibration: Calibration | None, why: str) -> None:
         """The first token of a cold prompt of that length, its prefill rate, and the same prompt again."""
-        limit = self._options.first_spread_limit
         cold: list[float] = []
         warm: list[float] = []
         troubles: list[str] = []
         notes: set[str] = set()
 
-        def measure(made: Figure) -> None:
-            if calibration is None:
-                raise NoFigureError(why)
+        def once(made: Figure, calibration: Calibration) -> None:
+            for runs in (cold, warm, troubles):
+                runs.clear()
             for _ in range(self._options.long_runs):
                 prompt, seconds = self._cold(length, calibration)
                 cold.append(seconds)
@@ -206,17 +228,25 @@ class TargetRun:
                     warm.append(self._warm(length, prompt, notes))
                 except NoFigureError as error:
                     troubles.append(str(error))
-            settle(made, cold, limit)
+            settle(made, cold, self._options.spread_limit)
+
+        def measure(made: Figure) -> None:
+            if calibration is None:
+                raise NoFigureError(why)
+            self._watch.repeated(lambda: once(made, calibration))
 
         def made(name: str, kind: str) -> Figure:
-            return figure(self.target.name, f"{name}/{length}", kind, prompt_tokens=length)
+            return self._figure(f"{name}/{length}", kind, prompt_tokens=length)
 
         first = self._add(made("first", "first_token"), why, measure)
         bad = first["invalid"] or ""
         rates = [length / seconds for seconds in cold]
-        self._add(made("prefill", "prefill"), bad, lambda one: settle(one, rates, limit))
+        # The same runs as the first token's, which are near enough to each other.
+        self._add(made("prefill", "prefill"), bad, lambda one: settle(one, rates, math.inf))
         repeat = self._add(
-            made("repeat", "cache_repeat"), bad or "".join(troubles[:1]), lambda one: settle(one, warm, limit)
+            made("repeat", "cache_repeat"),
+            bad or "".join(troubles[:1]),
+            lambda one: settle(one, warm, self._options.first_spread_limit),
         )
         repeat["notes"] += sorted(notes)
 
@@ -257,11 +287,14 @@ class TargetRun:
 
     def _levels_part(self, why: str) -> None:
         options = self._options
-        if not options.levels:
+        levels = tuple(streams * self.target.replicas for streams in self._levels())
+        if not levels:
             return
+        # A node's figures are of all of its replicas together: other ones than a replica's.
+        word = "total" if self.target.kind == "balancer" else "load"
         made = {
-            streams: figure(self.target.name, f"load/{options.level_workload}/{streams}", "load", streams=streams)
-            for streams in options.levels
+            streams: self._figure(f"{word}/{options.level_workload}/{streams}", "load", streams=streams)
+            for streams in levels
         }
         if not why and self.request.generator is None:
             why = "no load generator: the request names no serving image"
@@ -270,7 +303,7 @@ class TargetRun:
                 self._add(one, why, lambda _: None)
             return
         load = generator.Load(
-            options.levels, options.level_tokens, options.level_requests, options.level_workload, options.ignore_eos,
+            levels, options.level_tokens, options.level_requests, options.level_workload, options.ignore_eos,
             {"chat_template_kwargs": {"thinking": False}} if options.thinking_off else {},
             options.generator_start_s, options.level_limit_s,
         )  # fmt: skip
@@ -290,6 +323,19 @@ class TargetRun:
             for one in list(made.values())[sum(one in self.figures for one in made.values()) :]:
                 self._add(one, str(error), lambda _: None)
 
+    def _levels(self) -> list[int]:
+        """The numbers of streams for each engine that it can have at once."""
+        most = self.target.max_num_seqs
+        fitting = [streams for streams in self._options.levels if streams <= most or not most]
+        if left := [streams for streams in self._options.levels if streams not in fitting]:
+            note = (
+                f"not measured with {' and '.join(map(str, left))} streams a replica: "
+                f"it decodes {most} at once (max_num_seqs), the others would wait"
+            )
+            self._watch.note(note)
+            self._say(f"{self.target.name}: {note}")
+        return fitting
+
     def _level(self, made: Figure, running: generator.Running, number: int) -> None:
         """A level cannot be repeated: the container goes on to the next one."""
         level, seen = self._watch.watched_once(
@@ -304,7 +350,6 @@ class TargetRun:
             seconds=level.seconds,
             requests=self._options.level_requests * level.streams,
         )
-        made["notes"].append("whole requests: the first token's time is in it")
         if seen.moved and seen.moved.preemptions:
             made["notes"].append(
                 f"{seen.moved.preemptions:g} requests were preempted: the KV cache is full at this level"
@@ -331,6 +376,22 @@ class TargetRun:
         return self._watch.clock_step_s
 
 
+def refuse_pause(short: Answer, long: Answer, share: float) -> None:
+    """Refuse two points whose difference holds a pause of more than that share of it. Raises DisturbedError.
+
+    What comes before the first token cancels where it takes as long in both.
+    """
+    between = max(short.gap_longest_s, long.gap_longest_s) - long.gap_median_s
+    before = abs(long.first_s - short.first_s)
+    difference = long.last_s - short.last_s
+    if max(between, before) > share * max(arithmetic.LEAST_DIFFERENCE_S, difference):
+        where = "before a first token" if before > between else "between two tokens"
+        raise DisturbedError(
+            f"a pause of {max(between, before):.3g} s {where}: too long for a speed out of a difference of "
+            f"{difference:.3g} s"
+        )
+
+
 def knows_cache(answer: Answer, seen: Watched) -> bool:
     """Whether the endpoint says what came from its prefix cache."""
     return answer.cached_tokens is not None or bool(seen.moved and seen.moved.cached_tokens is not None)
@@ -348,7 +409,7 @@ def in_words(made: Figure) -> str:
         return f"invalid: {made['invalid']}"
     value = f"{made['value']:.1%}" if made["unit"] == "share" else f"{made['value']:.4g} {made['unit']}"
     spread = f" (spread {made['spread']:.1%})" if made["spread"] is not None else ""
-    return value + spread + (f", unsteady: {made['unsteady']}" if made["unsteady"] else "")
+    return value + spread
 
 
 def run(request: Request, folder: Path, say: Say) -> dict[str, Any]:
@@ -366,10 +427,9 @@ def run(request: Request, folder: Path, say: Say) -> dict[str, Any]:
             say(f"{one.target.name} ({number} of {len(runs)}): {one.target.url}")
             one.run()
     cards = sampler.report(origin)
-    figures = [made for one in runs for made in one.figures] + memory_figures(cards)
+    figures = [made for one in runs for made in one.figures] + memory_figures(cards, request.options, sampler.why)
     step = (time.time() - wall) - (time.monotonic() - origin)
     largest = max([step, *(one.clock_step_s for one in runs)], key=abs)
-    invalid_count = sum(bool(made["invalid"]) for made in figures)
     return {
         "schema": SCHEMA,
         "program": VERSION,
@@ -390,11 +450,7 @@ def run(request: Request, folder: Path, say: Say) -> dict[str, Any]:
             for phase in one.phases
         ],
         "node": request.node,
-        "summary": {
-            "figures": len(figures),
-            "invalid": invalid_count,
-            "unsteady": sum(bool(made["unsteady"]) for made in figures),
-        },
+        "summary": {"figures": len(figures), "invalid": sum(bool(made["invalid"]) for made in figures)},
     }
 
 
@@ -405,12 +461,14 @@ def clock(step_s: float, seconds: float) -> dict[str, Any]:
     return {"step_s": round(step_s, 4), "note": note if moved else ""}
 
 
-def memory_figures(cards: list[dict[str, Any]]) -> list[Figure]:
-    """The peak of each card's memory."""
+def memory_figures(cards: list[dict[str, Any]], options: Options, why: str) -> list[Figure]:
+    """The peak of each card's memory; `why` nobody looked any more, if so."""
     made = []
     for card in cards:
-        one = figure("cards", f"memory/{card['address']}", "memory", total_mib=card["memory_total_mib"])
-        if card["memory_peak_mib"] is None:
+        one = figure("cards", f"memory/{card['address']}", "memory", options, total_mib=card["memory_total_mib"])
+        if why:
+            invalid(one, f"not seen to the end: {why}")
+        elif card["memory_peak_mib"] is None:
             invalid(one, "nvidia-smi does not say how much of the card's memory is used")
         else:
             one["value"] = card["memory_peak_mib"]

@@ -34,6 +34,22 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Look:
+    """The counters of the target's engines and of the node's other ones. None: not looked at."""
+
+    own: Counters | None
+    others: Counters | None
+
+    @property
+    def running(self) -> float:
+        return sum(one.running for one in (self.own, self.others) if one)
+
+    @property
+    def waiting(self) -> float:
+        return sum(one.waiting for one in (self.own, self.others) if one)
+
+
+@dataclass(frozen=True)
 class Watched:
     """moved: None when the engines' counters cannot be read. begin, end: monotonic."""
 
@@ -55,10 +71,17 @@ class Watch:
         self._limits = Limits(options.first_token_s, options.stall_s)
         self._sampler = sampler
         self._sources = [Endpoint(url, None, target.model) for url in target.metrics]
+        # They share the processors, the memory and the links of the node.
+        self._others = [Endpoint(url, None, target.model) for url in target.neighbours]
         self._own = Own()
 
     def begin(self) -> None:
-        """Find out whether the counters can be read. Without them the figures say so."""
+        """Find out whether somebody's endpoint has counters that can be read. Without them its figures say so.
+
+        Replicas and a node have them: one that cannot be read at some time leaves a figure without a number.
+        """
+        if self.target.kind != "endpoint":
+            return
         try:
             self.look()
         except NoFigureError as why:
@@ -75,8 +98,10 @@ class Watch:
         """The engines' metrics as they are."""
         return [source.get("/metrics") for source in self._sources]
 
-    def look(self) -> Counters | None:
-        return counters(self.pages()) if self._sources else None
+    def look(self) -> Look:
+        """All the counters now. Raises NoFigureError."""
+        own = counters(self.pages()) if self._sources else None
+        return Look(own, counters([one.get("/metrics") for one in self._others]) if self._others else None)
 
     def ask(self, prompt: str, tokens: int) -> Answer:
         """One streamed answer of that length. Raises NoFigureError."""
@@ -87,13 +112,14 @@ class Watch:
         return answer
 
     def watched(self, work: Callable[[], T]) -> tuple[T, Watched]:
-        """Do a measurement with nobody else there. One that was disturbed is done again, and that is noted.
+        """Do a measurement with nobody else there. Raises NoFigureError."""
+        return self.repeated(lambda: self.watched_once(work))
 
-        Raises NoFigureError.
-        """
+    def repeated(self, measure: Callable[[], T]) -> T:
+        """Measure. What was disturbed is done again, and that is noted. Raises NoFigureError."""
         for attempt in range(self._options.repeats + 1):
             try:
-                return self.watched_once(work)
+                return measure()
             except DisturbedError as why:
                 if attempt == self._options.repeats:
                     raise NoFigureError(f"{why} ({attempt + 1} attempts)") from None
@@ -110,15 +136,18 @@ class Watch:
         begin = time.monotonic()
         result = work()
         end = time.monotonic()
-        difference = self._settled(before, own(result) if own else self._own) if before else None
-        if slowed := self._sampler.slowed(begin, end, self.target.gpus):
+        difference = self._settled(before, own(result) if own else self._own)
+        if self.target.gpus and (unseen := self._sampler.unseen(end, self.target.gpus)):
+            raise NoFigureError(unseen)
+        # A short one may lie between two looks: the next one is of it too.
+        if slowed := self._sampler.slowed(begin, time.monotonic(), self.target.gpus):
             raise NoFigureError(slowed)
         return result, Watched(difference, begin, end)
 
-    def _idle(self) -> Counters | None:
+    def _idle(self) -> Look:
         """The counters once nothing runs there."""
         limit = time.monotonic() + self._options.busy_wait_s
-        while (seen := self.look()) and seen.running + seen.waiting > 0:
+        while (seen := self.look()).running + seen.waiting > 0:
             if time.monotonic() >= limit:
                 raise NoFigureError(
                     f"other traffic: {seen.running:g} requests run and {seen.waiting:g} wait since "
@@ -127,34 +156,41 @@ class Watch:
             time.sleep(min(1.0, self._options.busy_wait_s / 10))
         return seen
 
-    def _settled(self, before: Counters, own: Own) -> Moved:
-        """How far the counters went, once they hold all of ours. Raises DisturbedError when they hold more."""
+    def _settled(self, before: Look, own: Own) -> Moved | None:
+        """How far the target's counters went, once they hold all of ours. Raises DisturbedError when they hold more."""
         limit = time.monotonic() + _COUNTED_WITHIN_S
         while True:
             now = self.look()
-            if now is None:
-                raise NoFigureError("the engines' counters went away")
-            found = moved(before, now)
-            missing = found.requests < own.requests or found.generation_tokens < own.tokens
+            found = moved(before.own, now.own) if before.own and now.own else None
+            missing = bool(found and (found.requests < own.requests or found.generation_tokens < own.tokens))
             if not missing and now.running + now.waiting == 0:
                 break
             if time.monotonic() >= limit:
-                if missing:
+                if found and missing:
                     raise NoFigureError(
                         f"the engines counted {found.requests:g} requests and {found.generation_tokens:g} tokens, "
                         f"we had {own.requests} and {own.tokens}: these are not the counters of {self.endpoint.url}"
                     )
                 break
             time.sleep(_LOOK_EVERY_S)
-        more = {
-            "requests": found.requests - own.requests,
-            "generated tokens": found.generation_tokens - own.tokens,
-            # A request that was preempted has its prompt counted again.
-            "prompt tokens": 0 if found.preemptions else found.prompt_tokens - own.prompt_tokens,
-        }
-        if any(count > 0 for count in more.values()) or now.running + now.waiting > 0:
-            words = ", ".join(f"{count:g} {name}" for name, count in more.items() if count > 0)
-            raise DisturbedError(
-                f"other traffic meanwhile: {words or f'{now.running + now.waiting:g} requests still there'}"
-            )
+        words = strangers(found, own) if found else []
+        if before.others and now.others:
+            words += [
+                f"{word} of the node's other replicas" for word in strangers(moved(before.others, now.others), Own())
+            ]
+        if not words and now.running + now.waiting > 0:
+            words = [f"{now.running + now.waiting:g} requests still there"]
+        if words:
+            raise DisturbedError(f"other traffic meanwhile: {', '.join(words)}")
         return found
+
+
+def strangers(found: Moved, own: Own) -> list[str]:
+    """What was counted beyond our own requests, in words."""
+    more = {
+        "requests": found.requests - own.requests,
+        "generated tokens": found.generation_tokens - own.tokens,
+        # A request that was preempted has its prompt counted again.
+        "prompt tokens": 0 if found.preemptions else found.prompt_tokens - own.prompt_tokens,
+    }
+    return [f"{count:g} {name}" for name, count in more.items() if count > 0]
