@@ -149,6 +149,7 @@ class World(Host):
         self.driver_hangs = False
         self.failing: set[int] = set()  # starts that are under way and will fail
         self.stale: set[int] = set()  # replicas with a stale container
+        self.pruned: set[str] = set()  # ids of images that are not there
         self.kernel: list[tuple[float, str]] = []  # the kernel's log: when, and what
         self.on_start: Callable[[int], None] = lambda _: None
         self.kill_at: int | None = None
@@ -400,6 +401,8 @@ class World(Host):
         self.listen()
 
     def _podman(self, argv: list[str]) -> Result:
+        if argv[1:3] == ["image", "exists"]:
+            return Result(1 if argv[3] in self.pruned else 0)
         index = int(argv[-1].rpartition("-")[2])
         if argv[1:3] == ["container", "exists"]:
             return Result(0 if index in self.stale else 1)

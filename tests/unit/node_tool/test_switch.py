@@ -313,6 +313,18 @@ def test_port_of_the_other_replica(world: World) -> None:
     check(world, 0)
 
 
+def test_image_that_was_pruned(world: World) -> None:
+    """Refused while the replica still serves, and not found out after its stop."""
+    world.releases[0, "B"] = world.make_release(0, "B", image={"ref": "localhost/x:2", "id": "sha256:" + "ef" * 32})
+    world.pruned.add("ef" * 32)
+    world.commands.clear()
+    with pytest.raises(ConfigError, match=r"image localhost/x:2 \(efefefefefef\) of release .* `podman load`"):
+        do(world, 0, "B")
+    assert not [command for command in world.commands if command[:2] == ["systemctl", "stop"]]
+    check(world, 0)
+    assert LiveNode(world.tool()).journal(0) is None
+
+
 def test_warns_when_the_other_is_out(world: World) -> None:
     world.tool().membership.take_out(1, "operator", "test")
     do(world, 0, "B")

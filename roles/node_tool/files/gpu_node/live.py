@@ -63,6 +63,12 @@ class LiveNode:
                     f"release {release} wants port {found.port}, on which replica {other} listens: give first_port a"
                     " value with which no replica gets another one's port"
                 )
+        # 1 is Podman's answer; when it gives none, the start says why.
+        if tool.host.run(["podman", "image", "exists", found.image_id], timeout_s=20).returncode == 1:
+            raise ConfigError(
+                f"image {found.image_ref} ({found.image_id[:12]}) of release {release} is not on this node any more:"
+                " bring it back with `podman load` or `podman pull`, or run the playbook again for another release"
+            )
 
     def linked(self, index: int, link: str) -> str | None:
         return linked_release(self._tool.paths, index, link)
