@@ -45,12 +45,13 @@ def resolved_plan(
     image: dict[str, str],
     gpus: list[dict[str, Any]],
     qualification: list[dict[str, Any]],
+    draft_tokens: dict[str, int],
 ) -> dict[str, Any]:
     """Return ``{"plan": resolved plan or {}, "problems": [sentences]}``; see ``release.resolve_plan``."""
     if plan.get("state") not in ("intent", "resolved"):
         raise AnsibleFilterError("resolved_plan needs a plan; run the role serving_plan first")
     try:
-        return {"plan": resolve_plan(plan, digests, image, gpus, qualification), "problems": []}
+        return {"plan": resolve_plan(plan, digests, image, gpus, qualification, draft_tokens), "problems": []}
     except ResolveError as error:
         return {"plan": {}, "problems": error.problems}
 

@@ -543,11 +543,14 @@ def check_shm(given_bytes: int, kv_offload_bytes: int, gpus: int) -> Findings:
 # --- the model's own limits ----------------------------------------------------------------------------------------
 
 
-def check_drafter(method: str, draft_tokens: int, drafter: Mapping[str, Any] | None) -> Findings:
+def check_drafter(
+    method: str, draft_tokens: int, drafter: Mapping[str, Any] | None, *, source: str = "profile data"
+) -> Findings:
     """Refuse more draft tokens than the drafter was made for. The engine starts with them and drafts badly.
 
     :param method: how draft tokens are made; only ``dspark`` has a head with a limit.
     :param drafter: the profile's ``{"name": text, "block_size": int | None, "max_tokens": int | None}``, or None.
+    :param source: what says so.
     """
     if method != "dspark" or drafter is None:
         return Findings()
@@ -562,7 +565,7 @@ def check_drafter(method: str, draft_tokens: int, drafter: Mapping[str, Any] | N
         return Findings()
     return _refuse(
         f"speculative_tokens: {draft_tokens} is more than the {min(limits)} that the head '{name}' drafts in one block "
-        f"(profile data); the engine would start and draft badly (4.4% accepted with 7 on a head of 5, public reports)"
+        f"({source}); the engine would start and draft badly (4.4% accepted with 7 on a head of 5, public reports)"
         f"; set it to at most {min(limits)}, or take another drafter"
     )
 

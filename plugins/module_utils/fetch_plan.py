@@ -35,6 +35,7 @@ def found_artifacts(looks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "name": look["item"]["value"]["name"],
             "source": look["item"]["value"]["source"],
             **{name: look.get(name) or "" for name in ("key", "state", "digest", "folder")},
+            "draft_tokens": int(look.get("draft_tokens") or 0),
             "problems": list(look.get("problems") or []),
         }
         for look in looks
@@ -157,11 +158,12 @@ def requests(fetches: list[dict[str, Any]], settings: dict[str, Any]) -> dict[st
     }
 
 
-def results(artifacts: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return what later roles need; ``auto`` stands for what a dry run could not make."""
+def results(artifacts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what later roles need; ``auto`` stands for what a dry run could not make, 0 draft tokens for not told."""
     return {
         "digests": {key: artifact["digest"] or "auto" for key, artifact in artifacts.items()},
         "folders": {key: artifact["folder"] for key, artifact in artifacts.items()},
+        "draft_tokens": {key: artifact["draft_tokens"] for key, artifact in artifacts.items()},
     }
 
 

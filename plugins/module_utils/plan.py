@@ -261,6 +261,18 @@ def _artifacts(
     return {**laid, **({"drafter": of_pack} if of_pack else {})}, problems, missing
 
 
+def _draft(settings: dict[str, Any], artifacts: dict[str, Any]) -> dict[str, Any]:
+    """Return the DSpark head, the artifact that it lies in and what it is to draft; empty without one.
+
+    ``release.resolve_plan`` compares it with what the head's own configuration says.
+    """
+    head = settings.get("drafter", "none")
+    if head == "none":
+        return {}
+    artifact = "drafter" if "drafter" in artifacts else "model"
+    return {"head": head, "artifact": artifact, "tokens": settings["speculative_tokens"]}
+
+
 def _unknown_arguments(profile: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     if profile["image"]["version"] != VERSION:
         return []
@@ -322,6 +334,7 @@ def build_plan(
         "budgets": sums.bars,
         "expected": sums.expected,
         "warnings": [*topology["warnings"], *warnings, *sums.warnings, *_unknown_arguments(profile, settings)],
+        "draft": _draft(settings, artifacts),
         # What has to be filled in before anything can be fetched.
         "missing": missing,
         "container": {

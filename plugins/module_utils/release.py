@@ -8,6 +8,7 @@ import hashlib
 import re
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.budgets import Findings, check_drafter
 from ansible_collections.serving.gpu_node.plugins.module_utils.engine_args import (
     DRAFTER_PATH,
     MODEL_PATH,
@@ -126,12 +127,24 @@ def release_files(release: dict[str, Any]) -> dict[str, str]:
     return {"engine.yaml": arguments, "engine.env": environment}
 
 
+def _check_head(draft: dict[str, Any], draft_tokens: dict[str, int]) -> tuple[Findings, tuple[str, ...]]:
+    """Return what is wrong with what the head is to draft, and the warnings of it that no longer hold."""
+    told = draft_tokens.get(draft["artifact"], 0) if draft else 0
+    if not told:
+        return Findings(), ()
+    name, tokens = {"name": draft["head"]}, draft["tokens"]
+    unsure = check_drafter("dspark", tokens, name).warnings
+    source = f"config.json of the artifact '{draft['artifact']}'"
+    return check_drafter("dspark", tokens, {**name, "block_size": told}, source=source), unsure
+
+
 def resolve_plan(
     plan: dict[str, Any],
     digests: dict[str, str],
     image: dict[str, str],
     gpus: list[dict[str, Any]],
     qualification: list[dict[str, Any]],
+    draft_tokens: dict[str, int],
 ) -> dict[str, Any]:
     """Return the resolved plan: digests and UUIDs in place of ``auto``, and the release of every replica.
 
@@ -142,8 +155,9 @@ def resolve_plan(
     :param image: ``{"ref": name, "id": 64 hex digits}``; what else it tells (``recipe``) is no part of a release.
     :param gpus: what ``gpu_topology`` says of the GPUs now.
     :param qualification: a record for each model of GPU (see ``qualification``).
-    :raises ResolveError: when the driver has no UUID for a GPU of the plan, an artifact is missing, or a switch that is
-        needed has no report that allows it.
+    :param draft_tokens: by artifact what the DSpark head in it drafts in one block, 0 or none when it does not say.
+    :raises ResolveError: when the driver has no UUID for a GPU of the plan, an artifact is missing, the head drafts
+        fewer tokens than are asked for, or a switch that is needed has no report that allows it.
     """
     uuids = {gpu["pci_address"]: gpu["uuid"] for gpu in gpus}
     unseen = [
@@ -158,9 +172,13 @@ def resolve_plan(
         for key in plan["artifacts"]
         if key not in digests
     ]
+    head, unsure = _check_head(plan["draft"], draft_tokens)
     decisions = decide(plan, qualification, image.get("recipe", ""))
-    if unseen or decisions.problems:
-        raise ResolveError([*unseen, *decisions.problems])
+    problems = [*unseen, *head.refusals, *decisions.problems]
+    if problems:
+        raise ResolveError(problems)
+    # What was not known before the head was there is known now.
+    warnings = [text for text in plan["warnings"] if text not in unsure]
     replicas = []
     for intent in plan["replicas"]:
         drafter = {**intent["drafter"], "digest": digests["drafter"]} if intent["drafter"] else None
@@ -179,7 +197,7 @@ def resolve_plan(
         "state": "resolved",
         "settings": decisions.settings,
         "kernels": {**plan["kernels"], "switches": decisions.switches} if plan["kernels"] else {},
-        "warnings": [*plan["warnings"], *(text for text in decisions.warnings if text not in plan["warnings"])],
+        "warnings": [*warnings, *(text for text in decisions.warnings if text not in warnings)],
         "replicas": replicas,
     }
 

@@ -72,6 +72,10 @@ folder:
   description: Where the artifact lies; empty when that is not known yet.
   returned: always
   type: str
+draft_tokens:
+  description: How many tokens its DSpark head drafts in one block; 0 when its C(config.json) does not say.
+  returned: always
+  type: int
 problems:
   description: What is wrong with it.
   returned: always
@@ -109,13 +113,15 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.artifact_store im
     begun,
     free_bytes,
     needed_bytes,
+    read_json,
     seen_at_source,
 )
+from ansible_collections.serving.gpu_node.plugins.module_utils.draft_head import draft_tokens
 from ansible_collections.serving.gpu_node.plugins.module_utils.sources import source_key
 
 
 def look(store: Store, key: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Return state, digest, folder and problems of what a source gave, or was to give."""
+    """Return state, digest, folder, problems and draft tokens of what a source gave, or was to give."""
     record = store.recorded(key)
     digest = record.get("digest") or source.get("digest") or ""
     folder = store.folder(digest) if digest else None
@@ -123,6 +129,7 @@ def look(store: Store, key: str, source: dict[str, Any]) -> dict[str, Any]:
         "state": "missing",
         "digest": digest,
         "folder": str(folder or ""),
+        "draft_tokens": 0,
         "problems": [],
     }
     if folder is None or not folder.is_dir():
@@ -134,7 +141,7 @@ def look(store: Store, key: str, source: dict[str, Any]) -> dict[str, Any]:
     if seen and record and seen != record.get("seen"):
         # A copy stays whole when its source is gone; one whose source has changed is not what was asked for.
         return {**answer, "problems": [f"{source['path']} has changed since it was taken"]}
-    return {**answer, "state": "complete"}
+    return {**answer, "state": "complete", "draft_tokens": draft_tokens(read_json(folder / "config.json"))}
 
 
 def main() -> None:

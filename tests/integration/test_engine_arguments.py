@@ -137,7 +137,7 @@ def plan_of(name: str, **overrides: Any) -> Plan:
     profile = yaml.safe_load((PROFILES / f"{name}.yml").read_text())["_serving_plan_profile"]
     node = topology(GPUS[name])
     plan: Plan = build_plan(profile, {**ENDPOINT, **overrides}, node, False, SOURCES[name])
-    resolved: Plan = resolve_plan(plan, DIGESTS, {**IMAGE, "recipe": "pack"}, node["gpus"], [])
+    resolved: Plan = resolve_plan(plan, DIGESTS, {**IMAGE, "recipe": "pack"}, node["gpus"], [], {})
     return resolved
 
 

@@ -176,7 +176,7 @@ def looks(prepared: VirtualMachine, plan: dict[str, Any]) -> list[dict[str, Any]
     """What the kernel says of each replica's container, both running."""
     image = prepared.ssh(MAKE_IMAGE, stdin=ENGINE, timeout=300).strip()
     resolved = resolve_plan(
-        plan, {"model": "0" * 64}, {"ref": "localhost/gpu-node/stand-in:latest", "id": image}, [], []
+        plan, {"model": "0" * 64}, {"ref": "localhost/gpu-node/stand-in:latest", "id": image}, [], [], {}
     )
     unpack(prepared, resolved)
     for index in (0, 1):

@@ -140,8 +140,10 @@ def resolved(
     image: dict[str, str] | None = None,
     name: str = "cpu",
     records: list[dict[str, Any]] | None = None,
+    draft_tokens: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """The resolved plan; the cards are those that ``node`` shows, and every kernel of ours was found good on them."""
     plan = intent(overrides, node, client_auth, name)
     found = [record()] if records is None else records
-    return resolve_plan(plan, {"model": model, "drafter": DRAFTER}, image or IMAGE, plan["topology"]["gpus"], found)
+    digests, cards = {"model": model, "drafter": DRAFTER}, plan["topology"]["gpus"]
+    return resolve_plan(plan, digests, image or IMAGE, cards, found, draft_tokens or {})

@@ -47,6 +47,18 @@ def test_it_is_complete(tmp_path: Path, check: bool) -> None:
     assert answer["digest"][:12] == folder.name and len(answer["digest"]) == 64
 
 
+@pytest.mark.parametrize(("config", "tokens"), [('{"dspark_block_size": 5}', 5), ("{}", 0), ("no JSON", 0), (None, 0)])
+def test_what_its_head_drafts(tmp_path: Path, config: str | None, tokens: int) -> None:
+    folder = make(tmp_path, FILES if config is None else {**FILES, "config.json": config.encode()})
+    source = {**SOURCE, "digest": Store(tmp_path, "tiny").manifest(folder)["digest"]}
+    answer = run(tmp_path, source=source)
+    assert (answer["state"], answer["draft_tokens"]) == ("complete", tokens)
+    # what is not whole says nothing
+    flip(folder / "sub/weights.bin")
+    os.utime(folder / "sub/weights.bin")
+    assert run(tmp_path, source=source)["draft_tokens"] == 0
+
+
 def test_it_came_from_another_source(tmp_path: Path) -> None:
     given(tmp_path)
     assert run(tmp_path, source={**SOURCE, "revision": "1" * 40})["state"] == "missing"

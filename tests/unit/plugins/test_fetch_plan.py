@@ -188,10 +188,14 @@ def test_a_dry_run_says_would() -> None:
 
 
 def test_what_a_dry_run_could_not_make_is_auto() -> None:
-    artifacts = {"model": {"digest": "", "folder": ""}, "drafter": {"digest": "d" * 64, "folder": "/x"}}
+    artifacts = {
+        "model": {"digest": "", "folder": "", "draft_tokens": 0},
+        "drafter": {"digest": "d" * 64, "folder": "/x", "draft_tokens": 7},
+    }
     assert fetch_plan.results(artifacts) == {
         "digests": {"model": "auto", "drafter": "d" * 64},
         "folders": {"model": "", "drafter": "/x"},
+        "draft_tokens": {"model": 0, "drafter": 7},
     }
 
 

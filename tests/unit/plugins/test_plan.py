@@ -370,7 +370,7 @@ def test_the_id_is_the_hash_of_the_release_without_it() -> None:
 
 def test_resolving_twice_changes_nothing() -> None:
     once = resolved()
-    assert resolve_plan(once, DIGESTS, IMAGE, [], []) == once
+    assert resolve_plan(once, DIGESTS, IMAGE, [], [], {}) == once
 
 
 @pytest.mark.parametrize("overrides", NOT_THE_CONTAINERS)
@@ -404,7 +404,7 @@ def test_other_artifacts_or_cpus_make_a_new_release() -> None:
 def test_what_the_profile_gives_the_engine_makes_a_new_release(part: str) -> None:
     profile = cpu_profile()
     profile[part]["SOMETHING-NEW"] = "1"
-    plan = resolve_plan(build_plan(profile, {}, topology(), False, {}), DIGESTS, IMAGE, [], [])
+    plan = resolve_plan(build_plan(profile, {}, topology(), False, {}), DIGESTS, IMAGE, [], [], {})
     assert ids(plan)[0] != ids(resolved())[0]
 
 
@@ -503,7 +503,7 @@ def test_the_engines_file_of_the_plan() -> None:
 def test_inputs_are_left_alone() -> None:
     profile, node, overrides = cpu_profile(), topology(), {"engine_args": {"dtypes": [1]}}
     before = copy.deepcopy((profile, node, overrides))
-    resolve_plan(build_plan(profile, overrides, node, False, {}), DIGESTS, IMAGE, [], [])
+    resolve_plan(build_plan(profile, overrides, node, False, {}), DIGESTS, IMAGE, [], [], {})
     assert (profile, node, overrides) == before
 
 

@@ -37,16 +37,16 @@ def test_problems_come_back_as_data() -> None:
 def test_a_plan_is_completed() -> None:
     answer = intent_plan(cpu_profile(), {}, topology(), False, {})
     assert answer["problems"] == []
-    complete = resolved_plan(answer["plan"], {"model": MODEL}, IMAGE, [], [])
+    complete = resolved_plan(answer["plan"], {"model": MODEL}, IMAGE, [], [], {})
     assert complete == {"plan": resolved(), "problems": []}
     with pytest.raises(AnsibleFilterError, match="run the role serving_plan first"):
-        resolved_plan({}, {"model": MODEL}, IMAGE, [], [])
+        resolved_plan({}, {"model": MODEL}, IMAGE, [], [], {})
 
 
 def test_what_keeps_a_plan_from_being_completed_comes_back_as_data() -> None:
     plan = intent(name="2x")
     cards = [{**card, "uuid": ""} for card in plan["topology"]["gpus"]]
-    answer = resolved_plan(plan, {"model": MODEL}, IMAGE, cards, [])
+    answer = resolved_plan(plan, {"model": MODEL}, IMAGE, cards, [], {})
     assert answer["plan"] == {}
     assert len(answer["problems"]) == 2
     assert "the driver does not see GPU 0000:00:00.0" in answer["problems"][0]

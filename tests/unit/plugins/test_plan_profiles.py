@@ -193,6 +193,35 @@ def test_more_draft_tokens_than_the_head_has() -> None:
     assert problem.startswith("speculative_tokens: 8 is more than the 7 that the head 'code' drafts")
 
 
+def test_the_head_that_is_there_decides_how_many_it_drafts() -> None:
+    """A folder of another head, named as the code head's source; the profile's data know nothing of it."""
+    with pytest.raises(ResolveError) as caught:
+        resolved({}, name="8x", draft_tokens={"drafter": 5, "model": 7})
+    (problem,) = caught.value.problems
+    assert problem.startswith("speculative_tokens: 7 is more than the 5 that the head 'code' drafts in one block")
+    assert "config.json of the artifact 'drafter'" in problem
+    assert problem.endswith("set it to at most 5, or take another drafter")
+    assert ids(resolved({}, name="8x", draft_tokens={"drafter": 7, "model": 5})) == ids(resolved({}, name="8x"))
+    assert resolved({"SPEC_K": 3}, name="8x", draft_tokens={"drafter": 7})["warnings"] == []
+    # without a head nothing is drafted, whatever the model has
+    assert resolved({"drafter": "none"}, name="8x", draft_tokens={"model": 5})["draft"] == {}
+
+
+def test_the_head_in_the_model_is_not_known_before_it_is_there() -> None:
+    (warning,) = intent({"drafter": "released"}, name="8x")["warnings"]
+    assert "how many tokens the head 'released' can draft is not known" in warning
+    # still so when its configuration does not say
+    assert resolved({"drafter": "released"}, name="8x", draft_tokens={"model": 0})["warnings"] == [warning]
+    with pytest.raises(ResolveError) as caught:
+        resolved({"drafter": "released"}, name="8x", draft_tokens={"model": 5})
+    assert "the 5 that the head 'released' drafts" in caught.value.problems[0]
+    plan = resolved({"drafter": "released", "SPEC_K": 5}, name="8x", draft_tokens={"model": 5})
+    assert plan["warnings"] == []
+    assert resolve_plan(plan, DIGESTS, IMAGE, two_sockets()["gpus"], [record()], {"model": 5}) == plan
+    with pytest.raises(ResolveError):
+        resolved({}, name="2x", draft_tokens={"model": 3})
+
+
 def test_the_code_head_without_a_source_has_two_remedies() -> None:
     (problem,) = problems({}, sources={"model": REVISION})
     assert problem.startswith("drafter: 'code' has no source")
@@ -549,7 +578,7 @@ def test_a_bare_node_has_a_plan_by_pci_address() -> None:
     assert all(item["release"] == "auto" for item in plan["replicas"])
     # and the driver, once there, completes it to what it would have been
     cards = two_sockets()["gpus"]
-    assert ids(resolve_plan(plan, DIGESTS, IMAGE, cards, [record()])) == ids(resolved(name="8x"))
+    assert ids(resolve_plan(plan, DIGESTS, IMAGE, cards, [record()], {})) == ids(resolved(name="8x"))
 
 
 def test_a_card_that_the_driver_does_not_see_resolves_nothing() -> None:
@@ -558,7 +587,7 @@ def test_a_card_that_the_driver_does_not_see_resolves_nothing() -> None:
     cards[6]["uuid"] = ""
     del cards[1]
     with pytest.raises(ResolveError) as caught:
-        resolve_plan(plan, DIGESTS, IMAGE, cards, [record()])
+        resolve_plan(plan, DIGESTS, IMAGE, cards, [record()], {})
     assert [text.split(";")[0] for text in caught.value.problems] == [
         "replica 0: the driver does not see GPU 0000:01:00.0",
         "replica 1: the driver does not see GPU 0000:06:00.0",
@@ -782,9 +811,9 @@ def test_any_node_has_a_valid_plan_or_sentences(machine: tuple[str, dict[str, An
     assert intent(fitting, {**node, "links": node["links"][::-1]}, name=name)["replicas"] == plan["replicas"]
     assert describe_plan(plan, node["releases"])
     if node["driver"]["version"]:
-        complete = resolve_plan(plan, DIGESTS, IMAGE, node["gpus"], [record()])
+        complete = resolve_plan(plan, DIGESTS, IMAGE, node["gpus"], [record()], {})
         assert describe_plan(complete, node["releases"])
         assert all(len(replica["release"]) == 12 for replica in complete["replicas"])
     else:
         with pytest.raises(ResolveError):
-            resolve_plan(plan, DIGESTS, IMAGE, [{**card, "uuid": ""} for card in node["gpus"]], [])
+            resolve_plan(plan, DIGESTS, IMAGE, [{**card, "uuid": ""} for card in node["gpus"]], [], {})

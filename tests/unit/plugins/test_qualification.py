@@ -166,7 +166,7 @@ def test_the_plan_shows_each_switch() -> None:
 def test_a_plan_that_is_resolved_again_takes_the_new_report() -> None:
     once = resolved(HALF, name="8x", records=[])
     digests = {"model": MODEL, "drafter": DRAFTER}
-    again = resolve_plan(once, digests, IMAGE, once["topology"]["gpus"], [record()])
+    again = resolve_plan(once, digests, IMAGE, once["topology"]["gpus"], [record()], {})
     assert on(again) == set(OURS)
 
 
