@@ -34,6 +34,8 @@ class FilterModule:
             "driver_chosen_versions": nvidia_driver.chosen_versions,
             "driver_comparison": nvidia_driver.compare_versions,
             "driver_loading": nvidia_driver.choose_loading,
+            "driver_lost_cards": nvidia_driver.find_lost_cards,
+            "driver_options_differ": nvidia_driver.options_differ,
             "driver_unloading": nvidia_driver.plan_unloading,
             "driver_options": nvidia_driver.merge_options,
             "driver_holds": nvidia_driver.packages_to_hold,

@@ -21,6 +21,9 @@ _LINE_CHARACTERS = 200
 _SHOWN = 5
 # The driver's own modules; what else uses them (nvidia_fs, gdrdrv) is somebody else's, and nobody would load it again.
 _MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
+# From this branch on NVIDIA's packages for Ubuntu have names without it: libnvidia-compute-580, then libnvidia-compute
+# (NVIDIA's driver installation guide, "Ubuntu 590 and later packages").
+_NAMES_WITHOUT_BRANCH = 590
 _UPSTREAM = re.compile(r"(?:[0-9]+:)?([0-9]{2,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?)(?:[-+~].*)?")
 _PACKAGES_OF_KERNEL = re.compile(r"linux-(?:image|headers|modules)-.*|linux-(?:generic|virtual)(?:-hwe-.*)?")
 _PACKAGES_OF_DRIVER = re.compile(
@@ -212,9 +215,15 @@ def find_mirror(sources: list[str], codename: str, components: list[str]) -> dic
     return {"uri": uri, "missing": [component for component in components if component not in enabled]}
 
 
-def choose_packages(names: list[str], version: str) -> list[str]:
-    """Return the names of the packages for a driver version: ``{branch}`` in a name becomes ``590``."""
-    return [name.replace("{branch}", version.partition(".")[0]) for name in names]
+def choose_packages(names: dict[str, list[str]], system: str, version: str) -> list[str]:
+    """Return the names of the packages for a driver version: ``{branch}`` in a name becomes ``580``.
+
+    :param names: by distribution; what a source calls older drivers is under ``ubuntu before 590``.
+    """
+    branch = version.partition(".")[0]
+    older = branch.isdecimal() and int(branch) < _NAMES_WITHOUT_BRANCH
+    chosen = (names.get(f"{system} before {_NAMES_WITHOUT_BRANCH}") if older else None) or names.get(system, [])
+    return [name.replace("{branch}", branch) for name in chosen]
 
 
 def packages_to_hold(installed: list[str]) -> list[str]:
@@ -463,6 +472,18 @@ def choose_loading(host: dict[str, Any], version: str, kernels: list[str]) -> di
     return {"action": "load", "why": "no driver is loaded"}
 
 
+def find_lost_cards(gpus: list[dict[str, Any]], plan: dict[str, Any]) -> list[str]:
+    """Return the PCI addresses of the plan's cards that the loaded driver does not tell, without a plan of all cards.
+
+    A card that shows a screen, or that a virtual machine has, is nobody's of the plan.
+
+    :param gpus: what ``gpu_topology`` says of the GPUs now.
+    """
+    told = {gpu["pci_address"]: bool(gpu["uuid"]) for gpu in gpus}
+    planned = [gpu["pci_address"] for replica in plan.get("replicas", []) for gpu in replica["gpus"]]
+    return [address for address in dict.fromkeys(planned or told) if not told.get(address)]
+
+
 def plan_unloading(modules: str) -> dict[str, list[str]]:
     """Return how the loaded driver gets out of the kernel, so that nothing is taken out where something has to stay.
 
@@ -512,6 +533,16 @@ def merge_options(
     for module, values in extra.items():
         options.setdefault(module, {}).update({name: _option_text(value) for name, value in values.items()})
     return {names.get(module, module): values for module, values in options.items() if values}
+
+
+def options_differ(former: str, wanted: str) -> bool:
+    """Tell whether the options of NVIDIA's modules are others in two texts of ``/etc/modprobe.d``."""
+    return _option_lines(former) != _option_lines(wanted)
+
+
+def _option_lines(text: str) -> set[str]:
+    lines = {" ".join(line.split()) for line in text.splitlines() if line.startswith("options ")}
+    return {line for line in lines if not line.startswith("options nouveau ")}
 
 
 def _option_text(value: Any) -> str:

@@ -29,6 +29,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.nvidia_driver imp
     find_host_problems,
     find_limit_problems,
     find_log_paths,
+    find_lost_cards,
     find_mirror,
     find_missing_builds,
     find_proprietary,
@@ -38,6 +39,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.nvidia_driver imp
     judge_version,
     merge_options,
     name_headers,
+    options_differ,
     packages_to_hold,
     parse_installed,
     parse_madison,
@@ -563,15 +565,37 @@ def test_any_source_file_is_taken(texts: list[str], codename: str) -> None:
 
 
 def test_ubuntus_packages_carry_the_branch() -> None:
-    names = VARS["_nvidia_driver_names"]["distribution"]["ubuntu"]
-    assert "nvidia-dkms-590-open" in choose_packages(names, "590.48.01")
+    names = VARS["_nvidia_driver_names"]["distribution"]
+    assert "nvidia-dkms-590-open" in choose_packages(names, "ubuntu", "590.48.01")
+
+
+@pytest.mark.parametrize("source", ["cuda_repository", "mirror"])
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            "580.95.05",
+            ["nvidia-dkms-580-open", "libnvidia-compute-580", "nvidia-utils-580", "nvidia-compute-utils-580"],
+        ),
+        ("590.48.01", ["nvidia-dkms-open", "libnvidia-compute", "nvidia-modprobe", "nvidia-persistenced"]),
+    ],
+)
+def test_nvidias_packages_for_ubuntu_carry_the_branch_before_590(
+    source: str, version: str, expected: list[str]
+) -> None:
+    assert choose_packages(VARS["_nvidia_driver_names"][source], "ubuntu", version) == expected
+    assert "nvidia-driver-cuda" in choose_packages(VARS["_nvidia_driver_names"][source], "debian", version)
+
+
+def test_an_unknown_distribution_has_no_packages() -> None:
+    assert choose_packages(VARS["_nvidia_driver_names"]["mirror"], "fedora", "590.48.01") == []
 
 
 @pytest.mark.parametrize("source", ["cuda_repository", "mirror", "distribution"])
 @pytest.mark.parametrize("system", ["debian", "ubuntu"])
 def test_only_packages_of_the_open_module_are_installed(source: str, system: str) -> None:
     # DRV-01
-    names = choose_packages(VARS["_nvidia_driver_names"][source][system], "590.48.01")
+    names = choose_packages(VARS["_nvidia_driver_names"][source], system, "590.48.01")
     assert find_proprietary(host(nvidia__packages=dict.fromkeys(names, "1"))) == []
     assert sum("dkms" in name and "open" in name for name in names) == 1
 
@@ -1004,6 +1028,47 @@ def test_without_nvidia_smi_it_says_so(tmp_path: Path) -> None:
     done = limits.run("apply")
     assert done.returncode == 1
     assert "nvidia-smi is not installed" in done.stderr
+
+
+# --- cards and options ---------------------------------------------------------------------------------------
+
+GPUS = [{"pci_address": "0000:38:00.0", "uuid": "GPU-1"}, {"pci_address": "0000:41:00.0", "uuid": ""}]
+
+
+def cards_of(*addresses: str) -> dict[str, Any]:
+    return {"replicas": [{"gpus": [{"pci_address": address, "uuid": "auto"}]} for address in addresses]}
+
+
+@pytest.mark.parametrize(
+    ("plan", "lost"),
+    [
+        (cards_of("0000:38:00.0", "0000:41:00.0"), ["0000:41:00.0"]),
+        # TOPO-15: a card for a screen, or of a virtual machine, is none of the plan's.
+        (cards_of("0000:38:00.0"), []),
+        (cards_of("0000:38:00.0", "0000:99:00.0"), ["0000:99:00.0"]),
+        ({}, ["0000:41:00.0"]),
+    ],
+)
+def test_cards_that_did_not_come_up_are_named(plan: dict[str, Any], lost: list[str]) -> None:
+    assert find_lost_cards(GPUS, plan) == lost
+
+
+@pytest.mark.parametrize(
+    ("former", "wanted", "differ"),
+    [
+        ("", "blacklist nouveau\noptions nouveau modeset=0\n", False),
+        (
+            "options nvidia a=1\noptions nvidia_uvm b=1\n",
+            "# new words\noptions nvidia_uvm  b=1\noptions nvidia a=1",
+            False,
+        ),
+        ("options nvidia a=1\n", "options nvidia a=2\n", True),
+        ("options nvidia a=1\n", "options nouveau modeset=0\n", True),
+        ("", "options nvidia_uvm uvm_disable_hmm=1\n", True),
+    ],
+)
+def test_only_other_options_have_the_module_loaded_anew(former: str, wanted: str, differ: bool) -> None:
+    assert options_differ(former, wanted) is differ
 
 
 # --- try_packages.py -----------------------------------------------------------------------------------------
