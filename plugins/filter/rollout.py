@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report im
     describe_stop,
     failure_text,
     fleet_rows,
+    nodes_to_hold,
 )
 
 
@@ -43,6 +45,14 @@ def status_answers(names: Sequence[str], hostvars: Mapping[str, Any]) -> dict[st
             error = (str(read.get("stderr") or "").strip() or failure_text(read)).splitlines()[-1]
             answers[name] = {"error": error, "unreachable": bool(read.get("unreachable", False))}
     return answers
+
+
+def holds(
+    facts: Mapping[str, Mapping[str, Any]], batch: Sequence[str], lease: float, node: str, among: Sequence[str]
+) -> list[dict[str, str]]:
+    """Return what one node's task says to others after a batch: its share of them, and ``renew`` or ``release``."""
+    found, ends = nodes_to_hold(facts, batch, lease, time.time())
+    return [{"node": name, "hold": "release" if ends else "renew"} for name in found[among.index(node) :: len(among)]]
 
 
 def nodes_without(names: Sequence[str], hostvars: Mapping[str, Any], fact: str) -> list[str]:
@@ -82,6 +92,7 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         """Return the filters by name."""
         return {
+            "rollout_holds": holds,
             "nodes_taken": nodes_taken,
             "nodes_without": nodes_without,
             "failure_text": failure_text,

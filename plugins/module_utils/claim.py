@@ -12,6 +12,7 @@ SCHEMA = 1
 # A rollout in one of these states holds its node.
 HELD = ("staged", "running")
 STATES = (*HELD, "done", "failed")
+HOLDS = ("take", "renew", "release")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -25,6 +26,8 @@ class Wish:
 
     ``targets`` are release ids by replica, empty to go back to what was there before the node's latest rollout
     (``back``), if that is the one that is taken back (``back_of``, empty for any).
+    ``hold``: the node is taken, or, where it is this rollout's already, shown a sign of life or let go.
+    ``lease``: how long it stays this rollout's without a sign of life.
     ``drained``: the steps for which the node is touched although no release differs, and ``drained_done``: whether they
     were done here. ``unfinished``: the rollouts with these steps that other nodes of the play still have to finish.
     """
@@ -40,6 +43,7 @@ class Wish:
     drained: str = ""
     drained_done: bool = False
     unfinished: frozenset[str] = frozenset()
+    hold: str = "take"
     lease: float = 21600
     take_over: str = ""
 
@@ -87,6 +91,7 @@ def check_record(value: Any, where: str) -> dict[str, Any]:
         or not all(isinstance(value.get(name), str) for name in texts)
         or not all(isinstance(value.get(name), dict) for name in ("targets", "before", "controller"))
         or not isinstance(value.get("renewed"), (int, float))
+        or not isinstance(value.get("lease", 0), (int, float))
         or value["state"] not in STATES
     ):
         raise RecordError(f"{where} is no record of a rollout: look at `gpu-node status`, then remove the file")
@@ -116,6 +121,8 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
 
     :param record: what ``wanted.json`` holds now, or None.
     """
+    if wish.hold != "take":
+        return _hold_on(record, wish, seen)
     targets, back_of, nothing = _targets(record, wish, seen)
     if nothing:
         return Verdict(record, note=nothing)
@@ -145,7 +152,7 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
         # The job that runs, or will, goes on in its own step. Another controller's may have done the steps.
         if not mine and record.get("drained") == wish.drained:
             steps["drained_done"] = bool(record.get("drained_done"))
-        kept = {**record, **steps, "controller": dict(wish.controller), "renewed": wish.now}
+        kept = {**record, **steps, "controller": dict(wish.controller), "renewed": wish.now, "lease": wish.lease}
         return Verdict(kept, differs, changed=not mine, renewed=True, note=note)
     before = {index: seen.proven(index) for index in targets}
     rollout, unproven = wish.rollout, False
@@ -163,6 +170,7 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
         "controller": dict(wish.controller),
         "since": wish.since,
         "renewed": wish.now,
+        "lease": wish.lease,
         "state": "staged" if touched else "done",
         "step": "waits for its turn" if touched else "no replica differs",
         "error": "",
@@ -173,6 +181,19 @@ def decide(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
         **steps,
     }
     return Verdict(fresh, differs, changed=True, note=note)
+
+
+def _hold_on(record: dict[str, Any] | None, wish: Wish, seen: Seen) -> Verdict:
+    """Show a sign of life on a node that is this rollout's, or let go of it. Of another's nothing changes."""
+    if record is None or record["state"] not in HELD or not same_process(record["controller"], wish.controller):
+        return Verdict(record)
+    renewed = {**record, "renewed": wish.now}
+    if wish.hold == "renew":
+        return Verdict(renewed, renewed=True)
+    if seen.job:
+        # It says itself how it ends.
+        return Verdict(record)
+    return Verdict({**renewed, "state": "failed", "step": "let go, its rollout has ended"}, changed=True)
 
 
 def latest_rollout(record: Mapping[str, Any]) -> str:
@@ -249,12 +270,13 @@ def _held(record: dict[str, Any], wish: Wish, seen: Seen) -> Verdict:
         )
     if wish.take_over == record["rollout"]:
         return Verdict(record, note=f"takes over, as told: {who}")
-    age = _age(record, wish, seen)
-    if age > wish.lease:
-        return Verdict(record, note=f"takes over: {who}, longer than rollout_lease ({duration(wish.lease)})")
+    # The one that holds the node knows how long its batches take.
+    lease = record.get("lease", wish.lease)
+    if _age(record, wish, seen) > lease:
+        return Verdict(record, note=f"takes over: {who}, longer than its rollout_lease ({duration(lease)})")
     return Verdict(
         record,
         conflict=f"{who}. Its controller is {theirs.get('host')}, where this one cannot look: wait for its end, or "
         f"when you know that it runs no more, -e rollout_take_over={record['rollout']}. Without a sign of it for "
-        f"{duration(wish.lease)} (rollout_lease) it is taken over by itself",
+        f"{duration(lease)} (its rollout_lease) it is taken over by itself",
     )

@@ -98,6 +98,20 @@ def describe_stop(
     return [*lines, *(f"Go back: {way}" for way in ways)]
 
 
+def nodes_to_hold(
+    nodes: Mapping[str, Mapping[str, Any]], batch: Sequence[str], lease: float, now: float
+) -> tuple[list[str], bool]:
+    """Return the nodes that need a word after a batch, and whether it is the last one, because the rollout ends here.
+
+    A sign of life is for those that wait and had none for a quarter of the lease: no fleet is asked after each batch.
+    """
+    ends = any(not nodes[name].get("finished") for name in batch)
+    left = [name for name, node in nodes.items() if node.get("due") and not node.get("finished")]
+    if ends:
+        return left, True
+    return [name for name in left if now - nodes[name]["record"]["renewed"] > lease / 4], False
+
+
 def fleet_rows(answers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each replica of each node; one that cannot be asked is a row too.
 

@@ -43,8 +43,16 @@ options:
     type: list
     elements: str
     default: []
+  hold:
+    description:
+      - V(take) claims the node.
+      - V(renew) is a sign of life on a node that waits for its turn, V(release) lets go of it because the rollout has
+        ended. Both change nothing on a node that is not this rollout's, and V(release) nothing where a job runs.
+    type: str
+    choices: [take, renew, release]
+    default: take
   lease:
-    description: Seconds without a sign of a rollout of another controller, after which it is taken over.
+    description: Seconds without a sign of this rollout, after which another controller takes the node over.
     type: int
     default: 21600
   take_over:
@@ -139,6 +147,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.serving.gpu_node.plugins.module_utils.claim import (
+    HOLDS,
     RecordError,
     Seen,
     Wish,
@@ -256,6 +265,7 @@ def answer(module: AnsibleModule) -> dict[str, Any]:
         drained=options["drained"],
         drained_done=options["drained_done"],
         unfinished=frozenset(options["unfinished"]),
+        hold=options["hold"],
         lease=options["lease"],
         take_over=options["take_over"],
     )
@@ -291,6 +301,7 @@ def main() -> None:
             "drained": {"type": "str", "default": ""},
             "drained_done": {"type": "bool", "default": False},
             "unfinished": {"type": "list", "elements": "str", "default": []},
+            "hold": {"type": "str", "choices": list(HOLDS), "default": "take"},
             "lease": {"type": "int", "default": 21600},
             "take_over": {"type": "str", "default": ""},
             "state_dir": {"type": "path", "default": "/var/lib/gpu-node"},

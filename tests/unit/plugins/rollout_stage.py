@@ -35,21 +35,26 @@ PLAN = {
 
 # What `claim` and `follow` do is told by the host's variable `fake`.
 ACTION = """
-import json, os
+import json, os, time
+from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
-
-def note(task_vars, text):
-    with open(task_vars["calls"], "a") as stream:
-        stream.write(f"{task_vars['inventory_hostname']} {text}\\n")
 
 class ActionModule(ActionBase):
     def run(self, tmp=None, task_vars=None):
-        args, fake = self._task.args, task_vars["fake"]
+        args, node = self._task.args, self._task.delegate_to or task_vars["inventory_hostname"]
+        fake = task_vars["hostvars"][node]["fake"]
         def say(text):
-            note(task_vars, text)
+            with open(task_vars["calls"], "a") as stream:
+                stream.write(f"{node} {text}\\n")
         BODY
 """
 CLAIM = """
+        hold = args.get("hold", "take")
+        if hold != "take":
+            say(hold)
+            if fake.get("away"):
+                raise AnsibleConnectionFailure("no route to it")
+            return {"changed": hold == "release"}
         back, drained = args.get("back"), args.get("drained")
         wanted = args["targets"] or fake.get("back", {"0": "0" * 12})
         differs = fake.get("differs", ["0"])
@@ -60,6 +65,8 @@ CLAIM = """
         say("claim" + (" back " + args["back_of"] if back else "") + steps + " " + wanted.get("0", "-"))
         if fake.get("conflict"):
             return {"failed": True, "msg": fake["conflict"]}
+        if fake.get("refuses"):
+            return {"failed": True, "msg": fake["refuses"]}
         before = fake.get("before", {"0": "0" * 12, "1": "0" * 12})
         ended = found.get("rollout") in args.get("unfinished", []) and found.get("drained_done")
         due = differs or (drained and not ended)
@@ -69,6 +76,7 @@ CLAIM = """
             "before": before,
             "by": "alice@ctl",
             "drained": drained,
+            "renewed": fake.get("renewed", time.time()),
             "back_of": args.get("back_of"),
         }
         return {"changed": True, "id": "r1", "record": record, "differs": differs, "current": before}

@@ -46,6 +46,7 @@ def record(**more: Any) -> dict[str, Any]:
         "back_of": None,
         "drained": "",
         "drained_done": False,
+        "lease": 21600,
         **more,
     }
 
@@ -264,23 +265,58 @@ def test_a_rollout_whose_controller_is_gone_is_taken_over() -> None:
 
 @pytest.mark.parametrize("theirs", [FAR, {**ALICE, "space": "pid:[2]"}, {**ALICE, "machine": "m2"}])
 def test_another_controller_is_left_alone_until_its_lease_is_over(theirs: dict[str, Any]) -> None:
-    held = record(controller=theirs, renewed=NOW - 100)
-    refused = decide(held, wish(lease=100), seen())
+    held = record(controller=theirs, renewed=NOW - 700, lease=700)
+    # the lease of who holds the node, and not of who wants it
+    refused = decide(held, wish(lease=600), seen())
     assert "rollout_take_over=a" in refused.conflict
-    assert "rollout_lease" in refused.conflict
-    assert "rollout_lease" in decide(held, wish(lease=99), seen()).note
+    assert "for 12 min (its rollout_lease)" in refused.conflict
+    over = decide({**held, "lease": 699}, wish(), seen())
+    assert "rollout_lease" in over.note
+    assert taken(over)["lease"] == 21600
+    # a record of an earlier version has none
+    del held["lease"]
+    assert "rollout_lease" in decide(held, wish(lease=699), seen()).note
 
 
 def test_a_running_job_is_a_sign_of_its_rollout() -> None:
     held = record(controller=FAR, renewed=NOW - 10**6)
-    assert decide(held, wish(lease=100), seen(job=True)).conflict
-    assert "0 s ago" in decide(held, wish(lease=100), seen(job=True)).conflict
+    assert "0 s ago" in decide(held, wish(), seen(job=True)).conflict
 
 
 def test_another_controller_that_is_known_to_be_gone_is_taken_over_by_name() -> None:
     assert decide(record(controller=FAR), wish(take_over="other"), seen()).conflict
     made = taken(decide(record(controller=FAR), wish(take_over="a"), seen()))
     assert (made["controller"], made["by"]) == (BOB, "bob@ctl")
+
+
+# A sign of life, and letting go
+
+MINE = {"controller": BOB, "state": "staged"}
+
+
+def test_a_node_that_waits_is_shown_a_sign_of_life() -> None:
+    verdict = decide(record(**MINE), wish(hold="renew"), seen())
+    assert verdict == Verdict(record(**MINE, renewed=NOW), renewed=True)
+
+
+@pytest.mark.parametrize("state", ["staged", "running"])
+def test_a_rollout_that_has_ended_holds_no_node(state: str) -> None:
+    verdict = decide(record(controller=BOB, state=state), wish(hold="release"), seen())
+    released = taken(verdict)
+    assert (released["state"], released["step"]) == ("failed", "let go, its rollout has ended")
+    colleague = decide(released, back(controller=FAR), seen())
+    assert (taken(colleague)["back_of"], colleague.differs) == ("a", ())
+
+
+@pytest.mark.parametrize("hold", ["renew", "release"])
+@pytest.mark.parametrize("found", [None, record(), record(controller=BOB, state="done")])
+def test_of_what_is_not_ours_to_hold_nothing_changes(hold: str, found: dict[str, Any] | None) -> None:
+    assert decide(found, wish(hold=hold), seen()) == Verdict(found)
+
+
+def test_a_job_that_runs_is_not_let_go() -> None:
+    mine = record(controller=BOB)
+    assert decide(mine, wish(hold="release"), seen(job=True)) == Verdict(mine)
 
 
 # A job that outlived its controller
@@ -487,7 +523,10 @@ def test_a_job_is_seen(node: Node) -> None:
     assert node.ask(seen_rollout="a", seen_alive=False)["record"]["state"] == "staged"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"rollout": 3}', json.dumps({**record(), "state": "new"})])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"rollout": 3}', json.dumps({**record(), "state": "new"}), json.dumps({**record(), "lease": "6 h"})],
+)
 def test_a_file_that_is_no_record_is_named(node: Node, text: str) -> None:
     (node.root / "wanted.json").write_text(text)
     answer = node.ask()

@@ -37,6 +37,11 @@ def test_a_node_alone_goes_from_plan_to_served(tmp_path: Path) -> None:
     assert counts["n1"]["failed"] == 0, output
     # no bake, and nobody leaves
     assert found.calls("n1") == [*STAGE, *CONVERGE, "gpu-node-rollout: rollout r1"]
+    found.hosts["n1"] = {"breaks": "balancer/main"}
+    counts, output = found.run("both")
+    assert counts["n1"]["failed"] == 1
+    assert "balancer/main broke" in output.rpartition("TASK [serving.gpu_node.rollout : Fail")[2]
+    assert found.calls("n1") == [*STAGE, *CONVERGE, "release"]
 
 
 def test_everything_is_on_all_nodes_before_anything_is_switched_on_one(tmp_path: Path) -> None:
@@ -69,19 +74,47 @@ def test_nothing_differs(tmp_path: Path) -> None:
 
 
 def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Path) -> None:
-    found = stage(tmp_path, n1={}, n2={"jobs": {"rollout": "exit code 3; its last lines: EngineError"}}, n3={})
+    found = stage(
+        tmp_path,
+        n1={},
+        n2={"jobs": {"rollout": "exit code 3; its last lines: EngineError"}},
+        # it goes away meanwhile
+        n3={"away": True},
+        n4={},
+        n5={"differs": []},
+    )
     counts, output = found.run("rollout")
     assert counts["n2"]["failed"] == 1
     assert switched(found) == ["n1", "n2"]
+    # nobody waits for a rollout that has ended
+    assert [line for line in found.calls() if line.endswith(" release")] == ["n2 release", "n3 release", "n4 release"]
     for part in (
         "rollout r1 stopped at n2",
         "EngineError",
         "done: n1",
-        "not touched: n3",
+        "not touched: n3, n4",
         "run rollout.yml again",
         "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r1",
     ):
         assert part in output
+
+
+def test_nodes_that_wait_get_a_sign_of_life_between_two_batches(tmp_path: Path) -> None:
+    long_ago = {"renewed": 0}
+    found = stage(tmp_path, n1={}, n2={}, n3={**long_ago, "away": True}, n4=long_ago, n5=long_ago, n6={})
+    found.group["rollout_batches"] = [2, 2, 2]
+    counts, output = found.run("rollout")
+    assert all(count["failed"] == 0 for count in counts.values()), output
+    renewed = [line for line in found.calls() if "renew" in line]
+    assert sorted(renewed[:3]) == ["n3 renew", "n4 renew", "n5 renew"]
+    assert renewed[3:] == ["n5 renew"]
+
+
+def test_a_node_that_cannot_be_claimed_ends_it_and_holds_up_nobody(tmp_path: Path) -> None:
+    found = stage(tmp_path, n1={}, n2={"refuses": "the disk is full"})
+    _, output = found.run("rollout")
+    assert "see above what is the matter with n2" in output
+    assert found.calls("n1")[-1] == "release"
 
 
 @pytest.mark.full
@@ -150,11 +183,12 @@ def test_a_drained_step_that_fails_brings_the_replicas_back_and_stops(tmp_path: 
     found = stage(tmp_path, n1={}, n2={})
     step = "- ansible.builtin.fail: {msg: no firmware}\n"
     _, output = found.run("rollout", "-e", own_tasks(tmp_path, tmp_path / "calls", step))
-    assert found.calls("n1")[-4:] == [
+    assert found.calls("n1")[-5:] == [
         "gpu-node-rollout: leave r1",
         "own tasks",
         "claim own.yml 000000000000",
         "gpu-node-rollout: rollout r1",
+        "release",
     ]
     assert "no firmware; its replicas serve again what they served before" in output
     assert "rollout r1 stopped at n1" in output
@@ -196,12 +230,12 @@ def test_a_dry_run_does_no_step(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_cannot_be_done_is_refused_first_and_all_of_it_at_once(tmp_path: Path) -> None:
     found = stage(tmp_path, n1={})
-    given = ["rollout_bake=-1", "rollout_error_budget=2", "rollout_lease=5", "rollout_drained_tasks=/nowhere.yml"]
+    given = ["rollout_bake=-1", "rollout_error_budget=2", "rollout_lease=60", "rollout_drained_tasks=/nowhere.yml"]
     _, output = found.run("rollout", "-e", " ".join(given), "-e", "{rollout_drained_steps: [driver]}")
     for part in (
         "rollout_bake: -1 is outside 0 to 86400 seconds",
         "rollout_error_budget: 2 is no share",
-        "rollout_lease: 5 is less than the 60 seconds",
+        "rollout_lease: 60 is less than 600 seconds; nodes that wait get a sign of life between two batches, so write",
         "there is no file /nowhere.yml on the controller",
         "of the profile cpu, which has no driver and no kernels; leave driver out",
     ):

@@ -21,6 +21,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.rollout_report im
     failure_text,
     fleet_rows,
     names,
+    nodes_to_hold,
 )
 
 OLD, NEW = "0" * 12, "1" * 12
@@ -112,6 +113,22 @@ def test_a_rollback_that_stopped_is_gone_on_with() -> None:
         "Go on: mend the cause and run it again: ansible-playbook playbooks/rollback.yml -e rollback_of=r7"
     )
     assert not any("Go back" in line for line in lines)
+
+
+def test_after_a_batch_those_that_wait_are_renewed_and_at_the_end_let_go() -> None:
+    def node(renewed: float, **more: Any) -> dict[str, Any]:
+        return {"due": True, "record": {"renewed": renewed}, **more}
+
+    nodes = {
+        "n1": node(0, finished=True),
+        "n2": node(100),
+        "n3": node(101),
+        "n4": {"due": False, "record": {"renewed": 0}},
+    }
+    assert nodes_to_hold(nodes, ["n1"], 400, 200) == ([], False)
+    assert nodes_to_hold(nodes, ["n1"], 400, 200.5) == (["n2"], False)
+    nodes["n1"]["finished"] = False
+    assert nodes_to_hold(nodes, ["n1"], 400, 200) == (["n1", "n2", "n3"], True)
 
 
 def test_of_many_nodes_the_first_are_named() -> None:
