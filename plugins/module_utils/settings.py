@@ -77,7 +77,12 @@ SETTINGS: dict[str, Setting] = {
         "vllm_size", "bytes (18G is 18 GiB, 18g is decimal)", "KV cache of each device", "KV_MEM"
     ),
     "kv_offload_gb": Setting(
-        "int", "GB (decimal)", "KV cache in host memory, for a whole replica; 0 is none", "KV_OFFLOAD_GB", maximum=16384
+        "int",
+        "GB (decimal)",
+        "KV cache in host memory, for a whole replica, 0 for none: long conversations of many turns find more of their "
+        "beginning there; decode is no faster",
+        "KV_OFFLOAD_GB",
+        maximum=16384,
     ),
     "speculative_method": Setting("text", "", "how draft tokens are made", choices=("none", "ngram", "mtp")),
     "speculative_tokens": Setting("int", "tokens", "draft tokens per step", "SPEC_K", minimum=1, maximum=64),
@@ -248,6 +253,13 @@ def given_settings(overrides: dict[str, Any]) -> set[str]:
     return {_BY_ENVIRONMENT.get(key, key) for key in overrides}
 
 
+def _elsewhere(setting: Setting) -> str:
+    """Say where a switch of the pack's kernels belongs: its document has it on "both profiles", and means its own."""
+    if setting.kind == "text" or not setting.environment.startswith(("DS41_", "XMOE_")):
+        return ""
+    return ": it is of the kernels for DeepSeek-V4.1, profile 8x (the pack has a 2x profile of its own, not this one)"
+
+
 def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Lay overrides over a profile's defaults.
 
@@ -269,7 +281,7 @@ def resolve_settings(defaults: dict[str, Any], overrides: dict[str, Any]) -> dic
             problems.append(f"unknown setting '{key}'; the nearest known one is '{_nearest(str(key), defaults)}'")
             continue
         if name not in defaults:
-            problems.append(f"'{key}' means nothing to this profile; leave it out")
+            problems.append(f"'{key}' means nothing to this profile{_elsewhere(SETTINGS[name])}; leave it out")
             continue
         if name in given:
             problems.append(f"'{key}' and '{given[name]}' are the same setting; give one of them")
@@ -291,6 +303,8 @@ def environment_names(names: Iterable[str]) -> set[str]:
 
 
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Where a pack's image reads the Engram tables from; the containers have no io_uring, which it needs for a disk.
+_TABLES = "ENGRAM_TABLE_MEMORY"
 # Everything in the environment is shown with the plan.
 _SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|PASSWORD|SECRET)$", re.IGNORECASE)
 
@@ -313,6 +327,11 @@ def check_engine_env(given: dict[str, Any], own: Iterable[str]) -> list[str]:
             problems.append(f"{where} is set by the plan itself; leave it out")
         elif not isinstance(value, str) or not value.isprintable():
             problems.append(f"{where}: {value!r:.80} is no text in one line; write it in quotes")
+        elif name == _TABLES and value.strip().lower() == "disk":
+            problems.append(
+                f"{where}: {value!r} reads the Engram tables with io_uring, which replicas' containers do not have; "
+                "leave it out: the plan has room for them in host memory"
+            )
     return problems
 
 

@@ -201,11 +201,20 @@ def test_arguments_that_the_plan_decides(name: str) -> None:
         ("A-B", "x", "is no name of an environment variable"),
         ("A", 1, "1 is no text in one line; write it in quotes"),
         ("A", "x\ny", "is no text in one line"),
+        (
+            "ENGRAM_TABLE_MEMORY",
+            " Disk",
+            "reads the Engram tables with io_uring, which replicas' containers do not have",
+        ),
     ],
 )
 def test_environment_that_the_engine_cannot_be_given(name: str, value: Any, said: str) -> None:
     (problem,) = problems({"engine_env": {name: value}})
     assert problem.startswith(f"engine_env: '{name}'") and said in problem
+
+
+def test_tables_in_memory_are_a_packs_own_business() -> None:
+    assert resolved({"engine_env": {"ENGRAM_TABLE_MEMORY": "pinned"}})["warnings"] == []
 
 
 def test_what_a_pack_asks_for_reaches_the_engine_and_is_shown() -> None:

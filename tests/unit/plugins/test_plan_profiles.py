@@ -529,11 +529,20 @@ def test_an_unknown_setting_is_named_with_the_nearest(name: str, key: str, neare
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [("2x", "DS41_IDX_CHUNK"), ("2x", "KV_OFFLOAD_GB"), ("2x", "expert_parallel"), ("8x", "gpu_memory_utilization")],
+    ("name", "key"), [("2x", "KV_OFFLOAD_GB"), ("2x", "expert_parallel"), ("8x", "gpu_memory_utilization")]
 )
 def test_a_setting_of_another_profile(name: str, key: str) -> None:
     assert problems({key: 1}, name) == [f"'{key}' means nothing to this profile; leave it out"]
+
+
+@pytest.mark.parametrize("key", ["DS41_ROWTOPK", "length_aware_topk", "DS41_IDX_CHUNK", "XMOE_FLAT_MAX_BSZ"])
+def test_a_switch_of_the_other_models_kernels_is_refused_with_the_reason(key: str) -> None:
+    """The pack's document has DS41_ROWTOPK on "both profiles", of which one is another 2x than ours."""
+    (problem,) = problems({key: 1}, "2x")
+    assert problem.startswith(
+        f"'{key}' means nothing to this profile: it is of the kernels for DeepSeek-V4.1, profile 8x"
+    )
+    assert "the pack has a 2x profile of its own" in problem
 
 
 def test_a_setting_by_both_of_its_names() -> None:
