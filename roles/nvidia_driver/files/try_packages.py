@@ -1,9 +1,9 @@
 #!/usr/bin/python3
 """Tries a package source in a temporary folder, and leaves the node's own apt as it is.
 
-Takes base64 of JSON: {"sources": deb822 text or "", "key": text or "", "preferences": text, "names": [package],
-"headers": [package], "ours": [files of the node's apt configuration that this source replaces]}. In `sources`,
-@KEY@ stands for the key's file.
+Takes from its input base64 of JSON: {"sources": deb822 text or "", "key": text or "", "preferences": text,
+"names": [package], "headers": [package], "ours": [files of the node's apt configuration that this source replaces],
+"proxy": URL or ""}. In `sources`, @KEY@ stands for the key's file.
 Prints JSON: {"update": {"rc", "text"}, "madison": text, "simulate": {"rc", "text"}}.
 """
 
@@ -109,7 +109,9 @@ def each(options: list[str]) -> list[str]:
 
 def main() -> None:
     """Do it."""
-    wanted = json.loads(base64.b64decode(sys.argv[1]))
+    wanted = json.loads(base64.b64decode(sys.stdin.read()))
+    if wanted["proxy"]:
+        os.environ.update(http_proxy=wanted["proxy"], https_proxy=wanted["proxy"])
     with tempfile.TemporaryDirectory(prefix="gpu-node-apt-") as folder:
         print(json.dumps(attempt(Path(folder), wanted)))
 

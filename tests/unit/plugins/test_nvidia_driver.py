@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.machinery
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -1123,3 +1125,17 @@ def test_the_trial_touches_its_own_folder_alone(tmp_path: Path, monkeypatch: pyt
     assert "-s" in calls[-1]
     assert calls[-1][-2:] == ["nvidia-driver-cuda", "linux-headers-x"]
     assert (etc / "sources.list.d/ours.sources").read_text() == "replaced"
+
+
+def test_the_proxy_and_what_is_tried_come_by_the_input_and_not_by_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load_trial()
+    monkeypatch.setattr(module.sys, "argv", ["-c"])
+    proxy = "http://site:secret@proxy.example.com:3128"
+    wanted = base64.b64encode(json.dumps({"proxy": proxy}).encode()).decode()
+    monkeypatch.setattr(module.sys, "stdin", io.StringIO(wanted))
+    monkeypatch.setattr(module.os, "environ", {})
+    monkeypatch.setattr(module, "attempt", lambda folder, wanted: dict(module.os.environ))
+    module.main()
+    assert json.loads(capsys.readouterr().out) == {"http_proxy": proxy, "https_proxy": proxy}
