@@ -146,6 +146,7 @@ def _gpu_budget(
         _check_drafter(profile, settings),
         _check_rows(profile, settings, rows, None if derived else arguments.get("max-cudagraph-capture-size")),
         _check_arguments(settings["engine_args"], arguments, tables, derived),
+        _check_measured(profile, arguments),
         Findings(tuple(_check_batch(settings, arguments, rows))),
     ]
     gib = budgets.offload_gib(settings.get("kv_offload_gb", 0))
@@ -197,6 +198,19 @@ def _engram_tables(measured: dict[str, Any], arguments: dict[str, Any]) -> _Engr
     # The engine takes 0 and 1 as well.
     on_cards, packed = not asked.get("cpu_offload", True), bool(asked.get("use_thp"))
     return _EngramTables(int(tables["gib"] * GIB), tables["layers"], on_cards, packed)
+
+
+def _check_measured(profile: dict[str, Any], arguments: dict[str, Any]) -> Findings:
+    """Say that the KV cache holds another number of tokens than was measured."""
+    document = profile["measured"]["document"]
+    return Findings(
+        warnings=tuple(
+            f"engine_args: {name}: the tokens of KV cache that are shown are of {own} (the {document} document); with "
+            f"{arguments.get(name)} there are others, which the engine tells when it has started"
+            for name, default in (("kv-cache-dtype", "auto"), ("decode-context-parallel-size", 1))
+            if arguments.get(name, default) != (own := profile["engine_args"].get(name, default))
+        )
+    )
 
 
 def _check_arguments(

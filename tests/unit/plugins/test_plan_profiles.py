@@ -424,6 +424,16 @@ def test_caches_of_images_count_against_the_cap() -> None:
     assert "container_memory: a replica needs 420." in problem
 
 
+@pytest.mark.parametrize("name", ["8x", "2x"])
+@pytest.mark.parametrize(
+    ("argument", "value", "own"), [("kv-cache-dtype", "bfloat16", "fp8"), ("decode_context_parallel_size", 2, "1")]
+)
+def test_another_form_of_kv_cache_has_other_tokens(name: str, argument: str, value: Any, own: str) -> None:
+    (warning,) = intent({"engine_args": {argument: value}}, name=name)["warnings"]
+    assert f"the tokens of KV cache that are shown are of {own} (the {name} document); with {value}" in warning
+    assert intent({"engine_args": {"kv-cache-dtype": "fp8"}}, name=name)["warnings"] == []
+
+
 def test_an_argument_that_nobody_knows_is_a_warning() -> None:
     (warning,) = intent({"engine_args": {"max-logprobz": 5}}, name="8x")["warnings"]
     assert "max-logprobz" in warning and "'max-logprobs'" in warning
