@@ -226,12 +226,12 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _duplicates(specs: list[CdiSpec]) -> list[str]:
-    """Say which files claim the same devices: in one folder neither counts, else the later folder's does."""
+def _duplicates(specs: list[CdiSpec], devices: Collection[str]) -> list[str]:
+    """Say which files claim the same of these devices: in one folder neither counts, else the later folder's does."""
     problems = []
     for number, one in enumerate(specs):
         for other in specs[number + 1 :]:
-            shared = sorted(one.devices.keys() & other.devices.keys())
+            shared = sorted(one.devices.keys() & other.devices.keys() & set(devices))
             if not shared:
                 continue
             outcome = (
@@ -318,7 +318,8 @@ def cdi_problems(
     """Return what is wrong with the specifications, a sentence each.
 
     :param specs: in the order of their folders, see :func:`parse_specs`.
-    :param devices: the GPUs that containers are to have, by UUID; empty asks for every device that is there.
+    :param devices: the GPUs that containers are to have, by UUID; empty asks for every one that is there by its UUID.
+        Further names of the same cards (0, all), and parts of cards (MIG), give replicas nothing.
     :param existing: which of :func:`host_paths` exist.
     :param driver: the loaded driver's version; empty when unknown.
     :param podman: Podman's version; empty when unknown.
@@ -326,9 +327,9 @@ def cdi_problems(
     if not any(spec.devices for spec in specs):
         where = f"{_some(spec.path for spec in specs)} has" if specs else "/etc/cdi and /run/cdi have"
         return [f"{where} no device of the kind {GPU_KIND}; {REMEDY}"]
-    problems = _duplicates(specs)
-    asked = devices or sorted({name for spec in specs for name in spec.devices if name != "all"})
     known = sorted({name for spec in specs for name in spec.devices})
+    asked = devices or [name for name in known if name.startswith("GPU-")]
+    problems = _duplicates(specs, asked)
     for device in asked:
         if not specs_of(specs, device):
             problems.append(

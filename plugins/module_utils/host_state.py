@@ -26,9 +26,10 @@ _REGION_UNSET = 0x20000000
 _REGION_DISABLED = 0x10000000
 
 _VERSION = r"[0-9]{2,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?"
-# "nvidia/595.58.03, 6.8.0-31-generic, x86_64: installed" since version 3, "nvidia, 595.58.03, 6.8.0-..." before.
+# "nvidia/595.58.03, 6.8.0-31-generic, x86_64: installed" since version 3, "nvidia, 595.58.03, 6.8.0-..." before; some
+# print no architecture.
 _DKMS = re.compile(
-    r"(?P<module>[^\s/,]+)(?:/|, )(?P<version>[^\s/,:]+)(?:, (?P<kernel>[^\s,:]+), [^\s,:]+)?"
+    r"(?P<module>[^\s/,]+)(?:/|, )(?P<version>[^\s/,:]+)(?:, (?P<kernel>[^\s,:]+)(?:, [^\s,:]+)?)?"
     r": (?P<state>added|built|installed|broken)\b"
 )
 # What of the package archive belongs to the driver, the container toolkit and their firmware.
@@ -188,9 +189,13 @@ def parse_dkms_status(text: str) -> list[dict[str, str]]:
     return found
 
 
-# The open driver's names for DKMS: NVIDIA's and Ubuntu's packages, and Debian's (which keep several versions apart).
-# Other modules of NVIDIA's (nvidia-fs) are none of it.
-DKMS_OPEN = ("nvidia", "nvidia-open", "nvidia-current-open")
+def is_driver_module(name: str) -> bool:
+    """Tell the driver's names for DKMS from NVIDIA's other modules (nvidia-fs, which has files read into cards).
+
+    They are nvidia and nvidia-open of NVIDIA's packages and Ubuntu's, nvidia-srv of Ubuntu's for servers, and
+    nvidia-current-open of Debian's, which keep several versions apart.
+    """
+    return re.fullmatch(r"nvidia(?![-_](?:fs|gds|peermem)\b)(?:[-_].*)?", name) is not None
 
 
 def parse_modules(text: str) -> set[str]:

@@ -13,7 +13,7 @@ import hashlib
 import re
 from typing import Any
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import DKMS_OPEN, sort_kernels
+from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import is_driver_module, sort_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.topology import GPU_MODELS
 
 # One line of a build log can hold a compiler call of several kilobytes.
@@ -21,6 +21,8 @@ _LINE_CHARACTERS = 200
 _SHOWN = 5
 # The driver's own modules; what else uses them (nvidia_fs, gdrdrv) is somebody else's, and nobody would load it again.
 _MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem")
+# What Debian's packages call the proprietary module.
+_PROPRIETARY = ("nvidia-current",)
 # From this branch on NVIDIA's packages for Ubuntu have names without it: libnvidia-compute-580, then libnvidia-compute
 # (NVIDIA's driver installation guide, "Ubuntu 590 and later packages").
 _NAMES_WITHOUT_BRANCH = 590
@@ -85,7 +87,8 @@ def driver_builds(dkms: list[dict[str, str]], version: str) -> list[dict[str, st
 
     :param dkms: each ``{"module", "version", "kernel", "state"}``, as ``host_state`` returns it.
     """
-    return [build for build in dkms if build["module"] in DKMS_OPEN and build["version"] == version]
+    ours = [build for build in dkms if is_driver_module(build["module"]) and build["module"] not in _PROPRIETARY]
+    return [build for build in ours if build["version"] == version]
 
 
 def find_missing_builds(dkms: list[dict[str, str]], version: str, kernels: list[str]) -> list[dict[str, str]]:

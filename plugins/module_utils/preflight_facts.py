@@ -37,6 +37,7 @@ EMPTY_HOST: dict[str, Any] = {
     "broken_packages": [],
     "podman": "",
     "docker": False,
+    "docker_packages": [],
     "iommu": None,
     "gpus": [],
     "acs_redirect": None,

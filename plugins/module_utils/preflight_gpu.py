@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import DKMS_OPEN, sort_kernels
+from ansible_collections.serving.gpu_node.plugins.module_utils.host_state import is_driver_module, sort_kernels
 from ansible_collections.serving.gpu_node.plugins.module_utils.placement import full_address, gpu_name
 from ansible_collections.serving.gpu_node.plugins.module_utils.preflight_facts import (
     EMPTY_HOST,
@@ -254,7 +254,7 @@ def _check_mismatch(facts: Facts) -> list[Check]:
 def _check_dkms(facts: Facts) -> list[Check]:
     """The module must be there for the kernel that runs and for the one that the next boot starts."""
     kernel = complete(EMPTY_HOST["kernel"], facts.host["kernel"])
-    entries = [item for item in facts.nvidia["dkms"] if item["module"] in (*DKMS_OPEN, "nvidia-current")]
+    entries = [item for item in facts.nvidia["dkms"] if is_driver_module(item["module"])]
     if not entries:
         # Packages of the distribution may bring a built module; then there is nothing to build.
         return [finding("driver_module", OK, "nothing of DKMS", "installed for each kernel")]
@@ -294,6 +294,15 @@ def _check_secure_boot(facts: Facts) -> list[Check]:
         "the kernel refuses a module that nobody signed, and enrolling a key takes a console: enrol one with mokutil "
         "--import and set nvidia_driver_mok_key and nvidia_driver_mok_certificate, or turn it off in the firmware"
     )
+    if on and not facts.driver["manage"] and not facts.nvidia["loaded"]:
+        # The kernel may be what keeps it out; `modprobe` says "Key was rejected by service".
+        remedy = (
+            "the kernel may refuse the module for its signature: enrol the key that DKMS signs with (mokutil --import "
+            "/var/lib/shim-signed/mok/MOK.der on Ubuntu, /var/lib/dkms/mok.pub on Debian), reboot and confirm at the "
+            "console (MOK management), or turn it off in the firmware"
+        )
+        wanted = "off, or a module that an enrolled key (MOK) signed"
+        return [finding("secure_boot", WARNING, "on, and no driver is loaded", wanted, remedy)]
     level = OK if on is False or not needed else WARNING if on is None else FAILURE
     # A container has no firmware variables of its own, and builds no module that is loaded.
     return [finding("secure_boot", OK if on is None and facts.host["container"] else level, seen, wanted, remedy)]

@@ -260,10 +260,11 @@ def _check_docker(facts: Facts) -> list[Check]:
     """Replicas have no daemon and do not notice Docker's upgrades; what an operator runs in it does."""
     if not facts.host["docker"]:
         return [finding("docker", OK, "none", "not needed")]
-    held = {"docker-ce", "docker.io", "containerd.io", "containerd"} & set(facts.nvidia["held"])
-    if facts.host["unattended_upgrades"] and not held:
-        remedy = "replicas run on, but containers of your own in Docker stop: apt-mark hold docker-ce containerd.io"
-        return [finding("docker", WARNING, "may be upgraded unattended", "held, where it is used", remedy)]
+    loose = [name for name in facts.host["docker_packages"] if name not in facts.nvidia["held"]]
+    if facts.host["unattended_upgrades"] and loose:
+        remedy = f"replicas run on, but containers of your own in Docker stop: apt-mark hold {' '.join(loose)}"
+        seen = f"{', '.join(loose)} may be upgraded unattended"
+        return [finding("docker", WARNING, seen, "held, where it is used", remedy)]
     return [finding("docker", OK, "there; replicas do not use it", "left alone")]
 
 

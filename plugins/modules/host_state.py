@@ -102,6 +102,10 @@ host:
     docker:
       description: Whether Docker's daemon is installed.
       type: bool
+    docker_packages:
+      description: The packages of Docker and containerd that are installed; an upgrade of each restarts its daemon.
+      type: list
+      elements: str
     iommu:
       description: C(off), C(passthrough) or C(translated), of the GPUs' groups.
       type: str
@@ -172,6 +176,8 @@ _APT_LOCKS = (
     "/var/lib/apt/lists/lock",
     "/var/cache/apt/archives/lock",
 )
+# Docker's own packages, and Debian's and Ubuntu's.
+_DOCKER_PACKAGES = {"docker-ce", "containerd.io", "docker.io", "containerd"}
 _PERIODIC = "APT::Periodic::Unattended-Upgrade"
 _MODULE_NAMES = ("nvidia", "nvidia-current-open", "nvidia-current")
 _LIBRARIES = (
@@ -441,6 +447,7 @@ def read_host(root: Path, ask: Ask, space: dict[str, dict[str, int]]) -> dict[st
         "broken_packages": sorted(item["name"] for item in packages if not item["whole"]),
         "podman": podman,
         "docker": any((root / name).exists() for name in ("usr/bin/dockerd", "usr/sbin/dockerd")),
+        "docker_packages": sorted(present & _DOCKER_PACKAGES),
         "iommu": read_iommu(root, gpus),
         "gpus": gpus,
         "acs_redirect": acs_redirect,

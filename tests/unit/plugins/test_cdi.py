@@ -213,9 +213,29 @@ def test_two_gpus_that_are_one_node() -> None:
     assert f"gives /dev/nvidia0 for {FIRST} and {SECOND}" in one(problems_of({ETC: made(same)}))
 
 
+# nvidia-ctk's usual names: by number, by UUID, and all of them together.
+def usual_names(value: dict[str, Any]) -> None:
+    cards = [device for device in value["devices"] if device["name"].startswith("GPU-")]
+    value["devices"] += [{**card, "name": str(number)} for number, card in enumerate(cards)]
+    value["devices"].append({**cards[0], "name": "MIG-00000000-0000-0000-0000-000000000009"})
+
+
+@pytest.mark.parametrize("asked", [[], [FIRST, SECOND]])
+def test_further_names_of_the_same_cards_are_no_problem(asked: list[str]) -> None:
+    assert problems_of({ETC: made(usual_names)}, asked) == []
+
+
+def test_a_second_file_without_names_by_uuid_takes_nothing_away() -> None:
+    def numbered(value: dict[str, Any]) -> None:
+        usual_names(value)
+        value["devices"] = [device for device in value["devices"] if not device["name"].startswith("GPU-")]
+
+    assert problems_of({ETC: made(usual_names), RUN: made(numbered)}) == []
+
+
 def test_two_folders_claim_the_same_devices() -> None:
     problem = one(problems_of({ETC: TEXT, RUN: TEXT}))
-    assert problem.startswith(f"{ETC} and {RUN} both have {FIRST}, {SECOND}, all: Podman takes that of {RUN}")
+    assert problem.startswith(f"{ETC} and {RUN} both have {FIRST}, {SECOND}: Podman takes that of {RUN}")
 
 
 def test_the_later_folders_devices_are_what_counts() -> None:

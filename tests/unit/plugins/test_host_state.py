@@ -161,6 +161,8 @@ def test_which_packages_are_the_drivers() -> None:
             "installed",
         ),
         ("nvidia, 470.82.01: added", "nvidia", "470.82.01", "", "added"),
+        ("nvidia-srv/580.95.05, 6.8.0-45-generic: built", "nvidia-srv", "580.95.05", "6.8.0-45-generic", "built"),
+        ("nvidia, 470.82.01, 5.4.0-91-generic: installed", "nvidia", "470.82.01", "5.4.0-91-generic", "installed"),
         (
             "nvidia-current-open/550.163.01, 6.1.0-28-amd64, x86_64: installed (WARNING! Diff between both)",
             "nvidia-current-open",
@@ -175,6 +177,25 @@ def test_dkms_of_both_formats(line: str, module: str, version: str, kernel: str,
     assert parse.parse_dkms_status(f"a line of something else\n{line}\n") == [
         {"module": module, "version": version, "kernel": kernel, "state": state}
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "driver"),
+    [
+        ("nvidia", True),
+        ("nvidia-open", True),
+        ("nvidia-srv", True),
+        ("nvidia-srv-open", True),
+        ("nvidia-current", True),
+        ("nvidia-current-open", True),
+        ("nvidia-fs", False),
+        ("nvidia_fs", False),
+        ("nvidia-peermem", False),
+        ("zfs", False),
+    ],
+)
+def test_the_drivers_names_for_dkms(name: str, driver: bool) -> None:
+    assert parse.is_driver_module(name) is driver
 
 
 @pytest.mark.parametrize(

@@ -1032,6 +1032,13 @@ def test_without_nvidia_smi_it_says_so(tmp_path: Path) -> None:
     assert "nvidia-smi is not installed" in done.stderr
 
 
+@pytest.mark.parametrize(("module", "missing"), [("nvidia-srv", 0), ("nvidia-current", 1), ("nvidia-fs", 1)])
+def test_ubuntus_module_for_servers_is_a_build_of_the_driver(module: str, missing: int) -> None:
+    # DRV-02
+    dkms = parse_dkms_status(f"{module}/580.95.05, {KERNEL}, x86_64: installed\n")
+    assert len(find_missing_builds(dkms, "580.95.05", [KERNEL])) == missing
+
+
 # --- cards and options ---------------------------------------------------------------------------------------
 
 GPUS = [{"pci_address": "0000:38:00.0", "uuid": "GPU-1"}, {"pci_address": "0000:41:00.0", "uuid": ""}]

@@ -134,6 +134,12 @@ FAULTS: list[tuple[str, set[tuple[str, str]], set[tuple[str, str]], dict[str, li
         {"driver_module": ["6.8.0-45-generic: nvidia/595.58.03 added, no headers"]},
     ),
     (
+        "drv-02-server",
+        {("driver_module", "warning")},
+        {("driver", "failure"), ("driver_module", "failure")},
+        {"driver_module": ["6.8.0-45-generic: nvidia-srv/580.95.05 added"]},
+    ),
+    (
         "drv-02-next-kernel",
         {("kernel", "warning"), ("driver_module", "warning")},
         {("kernel", "warning"), ("driver_module", "failure")},
@@ -187,7 +193,7 @@ FAULTS: list[tuple[str, set[tuple[str, str]], set[tuple[str, str]], dict[str, li
     (
         "drv-16-secure-boot",
         {("secure_boot", "failure")},
-        {("driver", "failure")},
+        {("driver", "failure"), ("secure_boot", "warning")},
         {"secure_boot": ["on |"]},
     ),
     ("ctr-03-hook", {("gpu_access", "failure")}, {("gpu_access", "failure")}, {"gpu_access": ["oci-nvidia-hook.json"]}),
@@ -207,7 +213,8 @@ FAULTS: list[tuple[str, set[tuple[str, str]], set[tuple[str, str]], dict[str, li
         "ctr-10-docker",
         {("docker", "warning")},
         {("docker", "warning")},
-        {"docker": ["apt-mark hold docker-ce containerd.io"]},
+        # One that is held says nothing of the other.
+        {"docker": ["containerd.io may be upgraded unattended", "in Docker stop: apt-mark hold containerd.io"]},
     ),
     ("cdi-stale", {("cdi", "warning")}, {("cdi", "failure")}, {"cdi": ["libcuda.so.590.48.01"]}),
     (
