@@ -137,6 +137,7 @@ class World(Host):
         self.commands: list[list[str]] = []
         self.now = 1000.0
         self.on_sleep: Callable[[], None] = lambda: None
+        self.on_look: Callable[[], None] = lambda: None  # at nginx's generation
         self.nginx_refuses = False
         self.nginx_deaf = False
         self.served: str | None = None  # members.conf as nginx has it
@@ -433,6 +434,7 @@ class World(Host):
 
     def get(self, port: int, path: str, timeout_s: float) -> tuple[int, str]:
         assert (port, path) == (STATUS_PORT, "/members")
+        self.on_look()
         match = re.search(r'generation \{\s*default "(\d+)"', self.served or "")
         if match is None:
             raise ConnectionRefusedError

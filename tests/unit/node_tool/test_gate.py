@@ -106,24 +106,16 @@ def test_share_of_the_speed_before(factor: float, passes: bool) -> None:
             gate.measure(lambda: slow, TOKENS, 100.0, factor)
 
 
-def test_a_slow_try_before_is_the_only_one() -> None:
-    calls: list[float] = []
-
-    def slow() -> Generation:
-        calls.append(2.0)
-        return generation()
-
-    gate.measure_before(slow, lambda: sum(calls))
-    assert len(calls) == 1
-    calls.clear()
-    gate.measure_before(slow, lambda: 0.0)
-    assert len(calls) == gate.TRIES_BEFORE
-
-
 def test_speed_is_noted(world: World) -> None:
     journal = do(world)
     assert (journal.before, journal.after) == (100.0, 100.0)
     assert "replica 0: release " + world.releases[0, "A"] + " generates 100.0 tokens/s" in world.said
+
+
+def test_the_speed_before_takes_one_try(world: World) -> None:
+    """The replica is out meanwhile."""
+    world.engines[0].speeds = [50.0]
+    assert do(world).before == pytest.approx(50.0)
 
 
 def test_the_way_back_may_be_slower(world: World) -> None:

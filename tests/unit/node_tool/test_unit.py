@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 import pytest
-from gpu_node import config
+from gpu_node import config, drain
 from gpu_node.errors import ConfigError, EngineError, GateError
 from gpu_node.unit import UnitSteps, runs_command
 from hypothesis import given
@@ -16,8 +16,8 @@ from tests.unit.node_tool.fakes import COMMAND, IMAGE_ID, Became, World, secrets
 CGROUP = "/system.slice/system-vllm\\x2dreplica.slice/vllm-replica@0.service"
 
 
-def steps(world: World) -> UnitSteps:
-    return UnitSteps(world.tool(), 0)
+def steps(world: World, index: int = 0) -> UnitSteps:
+    return UnitSteps(world.tool(), index)
 
 
 @pytest.fixture
@@ -297,6 +297,25 @@ def test_stop_takes_out_first(world: World) -> None:
     assert world.tool().reasons.of(0) == ["unit"] and not world.inside(0)
     assert ["podman", "stop", "--ignore", "-t", "20", "vllm-replica-0"] in world.commands
     assert not any(command[0] == "systemctl" for command in world.commands)
+
+
+def test_stop_of_what_is_out_already_does_not_prove_it_again(world: World) -> None:
+    world.tool().membership.take_out(0, "rollout", "test")
+    looks: list[float] = []
+    world.on_look = lambda: looks.append(world.now)
+    began = world.now
+    steps(world).stop()
+    assert len(looks) == 1 and world.now - began == pytest.approx(drain.CONFIRM_AFTER_S)
+    looks.clear()
+    steps(world, 1).stop()
+    assert len(looks) > drain.SAME_ANSWERS
+
+
+def test_ready_asks_podman_once(world: World) -> None:
+    """It takes a tenth of a second, in which the replica is out."""
+    world.commands.clear()
+    steps(world).ready()
+    assert [command[1:3] for command in world.commands if command[0] == "podman"] == [["container", "inspect"]]
 
 
 def test_stop_and_cleanup_go_on_when_nginx_or_keys_are_broken(world: World) -> None:

@@ -296,6 +296,11 @@ def linked_release(paths: Paths, index: int, link: str) -> str | None:
     return path.readlink().name if path.is_symlink() else None
 
 
+def started_release(paths: Paths, index: int) -> str | None:
+    """The id of the release that the replica's container was started from; None when none runs, or it was not noted."""
+    return (read_text(paths.running(index)) or "").strip() or None
+
+
 @dataclass(frozen=True)
 class Served:
     """Where a replica's engine listens, and under which name it serves."""
@@ -310,8 +315,7 @@ def served(paths: Paths, node: NodeConfig, index: int) -> Served:
     node.json says what the plan wants, which a replica may get only at its switch. It counts when there is no release,
     or when one was damaged while its engine serves on.
     """
-    running = (read_text(paths.running(index)) or "").strip()
-    release = running or linked_release(paths, index, "current")
+    release = started_release(paths, index) or linked_release(paths, index, "current")
     try:
         path = paths.release(release or "") / "release.json"
         fields = Fields(read_json(path, RUN_PLAYBOOK), str(path))

@@ -12,6 +12,7 @@ from gpu_node.proc import Proc
 SAME_ANSWERS = 5  # answers in a row, each over a new connection, that show the new generation
 QUIET_SAMPLES = 2
 SAMPLE_EVERY_S = 0.25
+CONFIRM_AFTER_S = 0.1
 REPORT_EVERY_S = 5
 
 
@@ -80,4 +81,4 @@ def wait_idle(
         if now >= report:
             say(f"{prefix}draining, {now - started:.0f} s: {samples[-1]}")
             report += REPORT_EVERY_S
-        host.sleep(SAMPLE_EVERY_S)
+        host.sleep(CONFIRM_AFTER_S if samples[-1].quiet else SAMPLE_EVERY_S)

@@ -6,8 +6,6 @@ from gpu_node.engine import Generation
 from gpu_node.errors import GateError
 
 TRIES = 3
-TRIES_BEFORE = 2
-MEASURE_S = 1.0
 # From here on no engine's speculation brings all of the tokens in one event.
 ONE_EVENT_TOKENS = 32
 
@@ -49,16 +47,3 @@ def measure(generate: Callable[[], Generation], tokens: int, before: float | Non
         f"the new release generates {best:.1f} tokens/s, the one before {before:.1f}: less than"
         f" {factor:g} of it (gate_speed_factor); find out why, or set gate_speed_factor lower (0: not looked at)"
     )
-
-
-def measure_before(generate: Callable[[], Generation], clock: Callable[[], float]) -> float:
-    """The speed of the release that is about to be left, the best of a few tries. Raises EngineError.
-
-    Its replica is out already, so where a try takes long there is only one.
-    """
-    best, began = 0.0, clock()
-    for _ in range(TRIES_BEFORE):
-        best = max(best, generate().tokens_per_s)
-        if clock() - began > MEASURE_S:
-            break
-    return best

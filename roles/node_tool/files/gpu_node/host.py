@@ -75,7 +75,7 @@ class Host:
         try:
             yield
             # What was said last before the block ended is still on its way through the journal.
-            time.sleep(0.4)
+            time.sleep(0.1)
         finally:
             process.terminate()
             process.wait()

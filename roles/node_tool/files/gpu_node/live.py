@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from gpu_node import drain, files, gate, history, kernel_log
 from gpu_node import journal as unit_journal
-from gpu_node.config import linked_release, release_for
+from gpu_node.config import linked_release, release_for, started_release
 from gpu_node.engine import Engine
 from gpu_node.errors import ConfigError, GateError, ToolError
 from gpu_node.switch import Journal, StepError, parse_journal
@@ -147,12 +147,12 @@ class LiveNode:
             if not self.active(index):
                 raise GateError("it does not run")
             release = tool.release(index)
-            if self.running(index) != release.id:
+            # A unit that an earlier version started did not note it.
+            if started_release(tool.paths, index) not in (None, release.id):
                 raise GateError(f"what runs is not release {release.id}")
             engine = tool.engine(index)
-            speed = gate.measure_before(
-                lambda: engine.generate(release.served_model_name, limits.tokens, MEASURE_TIMEOUT_S), self.clock
-            )
+            # Once: the replica is out meanwhile. A try that was slow by chance only makes the gate milder.
+            speed = engine.generate(release.served_model_name, limits.tokens, MEASURE_TIMEOUT_S).tokens_per_s
             if speed <= 0:
                 raise GateError("it generates nothing")
         except ToolError as error:

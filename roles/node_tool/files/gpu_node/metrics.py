@@ -4,7 +4,7 @@ import os
 import re
 
 from gpu_node import files
-from gpu_node.config import linked_release, load_release
+from gpu_node.config import linked_release, load_release, started_release
 from gpu_node.errors import ConfigError
 from gpu_node.tool import Tool
 from gpu_node.wanted import Record
@@ -42,7 +42,7 @@ def samples(tool: Tool) -> list[tuple[str, dict[str, str], float]]:
         index, label = replica.index, {"replica": str(replica.index)}
         current = linked_release(tool.paths, index, "current")
         # What the container was started from; a unit that an earlier version started did not note it.
-        running = (files.read_text(tool.paths.running(index)) or "").strip() or current
+        running = started_release(tool.paths, index) or current
         if running:
             try:
                 release = load_release(tool.paths, running)

@@ -18,7 +18,7 @@ from gpu_node.tool import Tool
 
 T = TypeVar("T")
 
-POLL_EVERY_S = 0.25
+POLL_EVERY_S = 0.1
 REPORT_EVERY_S = 10
 LAST_LINES = 20
 BEFORE_READY_S = 60
@@ -178,7 +178,7 @@ class UnitSteps:
                 report += REPORT_EVERY_S
             self._host.sleep(POLL_EVERY_S)
         try:
-            self.verify(timeout_s=max(limit - (self._host.clock() - started), 10))
+            self.verify(max(limit - (self._host.clock() - started), 10), container)
         except (EngineError, GateError) as error:
             raise self._failed(str(error).removeprefix(self._prefix), since) from None
         self._say(f"ready after {self._host.clock() - started:.0f} s")
@@ -199,19 +199,19 @@ class UnitSteps:
         last = f"; the engine's last line: {lines[-1][:300]}" if lines else ""
         return GateError(f"{self._prefix}{why}{last}")
 
-    def verify(self, timeout_s: float) -> None:
+    def verify(self, timeout_s: float, container: Container | None = None) -> None:
         """The short gate: what answers is what it should be, and it generates. Raises GateError or EngineError."""
-        self.verify_with(lambda engine, model: engine.complete(model, GATE_TOKENS, timeout_s))
+        self.verify_with(lambda engine, model: engine.complete(model, GATE_TOKENS, timeout_s), container)
 
-    def verify_with(self, generate: Callable[[Engine, str], T]) -> T:
+    def verify_with(self, generate: Callable[[Engine, str], T], container: Container | None = None) -> T:
         """What answers on the port is this release's container, it listens on loopback only, and it generates.
 
-        generate: the generation that is asked of it, under that model's name; what it gives is returned. Raises
-        GateError or EngineError.
+        generate: the generation that is asked of it, under that model's name; what it gives is returned. container:
+        the one that runs, by whoever asked Podman just before. Raises GateError or EngineError.
         """
         replica, proc = self._replica, self._proc
         release = self._tool.release(replica.index)
-        container = self.container()
+        container = container or self.container()
         if container is None:
             raise GateError(f"{self._prefix}container {replica.container} does not run")
         family = proc.in_unit(replica.unit) | proc.descendants(container.payload.pid)
@@ -285,7 +285,9 @@ class UnitSteps:
     def stop(self) -> None:
         """Out of the balancer, wait for the running requests, stop the container. Works during a shutdown as well."""
         replica, node = self._replica, self._tool.node
-        if applied := self._go_on(self._leave):
+        applied = self._go_on(self._leave)
+        # What is out already, as a switch's replica is, has been so for a while, and nginx just answered with it.
+        if applied and applied.changed:
             self._go_on(lambda: drain.prove_out(self._tool.membership, self._host, applied))
         if left := self._tool.wait_idle(replica.index, node.drain_timeout_s):
             self._say(f"stopping although not drained after {node.drain_timeout_s} s: {left}")
