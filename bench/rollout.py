@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -33,8 +34,8 @@ from testhost import HostError  # noqa: E402
 
 CONVERGE = "molecule/fleet/converge.yml"
 ROLLOUT = "playbooks/rollout.yml"
-# Steps that an engine's own time is in: everything else is what a rollout adds.
-ENGINE_STEPS = ("stop", "start")
+# The stand-in says by itself what its start took; it ends at once when it is told to, so all of a stop is ours.
+OWN_START = re.compile(r"stand-in: .*, after ([0-9.]+) s of CPU$", re.MULTILINE)
 GOAL_REQUESTS, GOAL_STEP_S = 2000, 5.0
 BEFORE_S = 40.0
 LIMIT_S = 3600.0
@@ -76,6 +77,24 @@ def first_token(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {"count": len(times), "p50": statistics.median(times), "p99": percentile(times, 0.99)}
 
 
+def own_start(journal: str) -> float:
+    """Seconds that the engine's latest start took of itself, from its unit's journal.
+
+    CPU time, which on a busy machine is less than the start took: the rest counts as ours.
+    """
+    found = OWN_START.findall(journal)
+    if not found:
+        raise BenchError(
+            "a replica's journal does not say what its engine's start took: is it the stand-in of this tree?"
+        )
+    return float(found[-1])
+
+
+def beyond(row: dict[str, Any], own_s: float) -> float:
+    """Seconds of a switch that were not its engine's: all of its steps, but for the engine's own start."""
+    return float(sum(row["seconds"].values())) - own_s
+
+
 def bench_load(clients: int) -> dict[str, Any]:
     machines.up(range(1, 4))
     note("bringing 3 nodes to the inventory's settings ...")
@@ -92,12 +111,13 @@ def bench_load(clients: int) -> dict[str, Any]:
         ended = time.time()
         while len(load.outcomes) < GOAL_REQUESTS:
             time.sleep(1)
-    rows = [row for rows in fleet.history(2).values() for row in rows]
+    history = fleet.history(2)
+    journals = [fleet.each(f"journalctl -q -o cat -u vllm-replica@{index} -n 200") for index in (0, 1)]
+    rows = [row for rows in history.values() for row in rows]
+    own = [own_start(journals[row["replica"]][name]) for name, rows in history.items() for row in rows]
     first, last = time_span(rows, began, ended)
     before = [one for one in load.outcomes if one.started < began]
     during = [one for one in load.outcomes if first <= one.started <= last]
-    beyond = [sum(s for step, s in row["seconds"].items() if step not in ENGINE_STEPS) for row in rows]
-    engine = [sum(s for step, s in row["seconds"].items() if step in ENGINE_STEPS) for row in rows]
     return {
         "requests": len(load.outcomes),
         "failed": [one.error for one in load.failed()],
@@ -105,8 +125,8 @@ def bench_load(clients: int) -> dict[str, Any]:
         "switching_s": last - first,
         "before": first_token(before),
         "during": first_token(during),
-        "beyond_s": beyond,
-        "engine_s": engine,
+        "beyond_s": [beyond(row, own_s) for row, own_s in zip(rows, own, strict=True)],
+        "engine_s": own,
         "steps": [row["seconds"] for row in rows],
         "load": os.getloadavg()[0],
     }
@@ -119,7 +139,7 @@ def time_span(rows: Sequence[dict[str, Any]], began: float, ended: float) -> tup
 
 
 def show_load(found: dict[str, Any]) -> None:
-    before, during, beyond = found["before"], found["during"], found["beyond_s"]
+    before, during = found["before"], found["during"]
     lost, requests = len(found["failed"]), found["requests"]
     added = during["p99"] - before["p99"]
     met = "met" if lost == 0 and requests >= GOAL_REQUESTS else "MISSED"
@@ -130,13 +150,13 @@ def show_load(found: dict[str, Any]) -> None:
         f" {before['p99']:.0f} ms before ({before['count']}), so {added:+.0f} ms | | |"
     )
     print(f"| TTFT p50 | {during['p50']:.0f} ms; {before['p50']:.0f} ms before | | |")
-    typical, worst, engine = statistics.median(beyond), max(beyond), statistics.median(found["engine_s"])
+    typical, worst, engine = statistics.median(found["beyond_s"]), max(found["beyond_s"]), max(found["engine_s"])
     met = "met" if worst <= GOAL_STEP_S else "MISSED"
     print(
         f"| a replica beyond the engine's stop and start | median {typical:.1f} s, longest {worst:.1f} s"
         f" | {GOAL_STEP_S:.0f} s | {met} |"
     )
-    print(f"| its stop and start, with an engine that takes no time for either | {engine:.1f} s | | |")
+    print(f"| the engine's own start, at most; its stop takes no time | {engine:.2f} s | | |")
     print(f"| the playbook | {found['rollout_s']:.0f} s, {found['switching_s']:.0f} s of them switching | | |")
     print(f"\nLoad average of the machine at the end: {found['load']:.1f}.")
     for step in ("drain", "measure", "stop", "point", "start", "gate", "in"):
