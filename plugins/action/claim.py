@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible import constants
+from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
@@ -127,6 +128,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         host = (task_vars or {}).get("inventory_hostname", "node")
         # Tasks run in workers; their parent is ansible-playbook itself.
         who = identity(Path(constants.DEFAULT_LOCAL_TMP), os.getppid())
+        if self._task.args.get("hold", "take") != "take":
+            return {**result, **self._hold_on(self._task.delegate_to or host, who, task_vars)}
         answer = self._claim(who, task_vars)
         for _ in range(_LOOKS):
             if answer.get("failed") or not answer["ask"]:
@@ -143,6 +146,17 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             if answer["conflict"]:
                 answer = self._refuse(host, answer)
         return {**result, **answer}
+
+    def _hold_on(self, node: str, who: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        """Say it to a node that has no task now; that it does not hear it is no reason to stop."""
+        try:
+            answer = self._claim(who, task_vars)
+        except AnsibleConnectionFailure as error:
+            answer = {"failed": True, "msg": str(error)}
+        if not answer.get("failed"):
+            return answer
+        Display().warning(f"{node}: {answer['msg']}")
+        return {"changed": False, "msg": answer["msg"]}
 
     def _refuse(self, host: str, answer: dict[str, Any]) -> dict[str, Any]:
         text = f"{host}: {answer['conflict']}"

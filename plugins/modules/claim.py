@@ -47,7 +47,8 @@ options:
     description:
       - V(take) claims the node.
       - V(renew) is a sign of life on a node that waits for its turn, V(release) lets go of it because the rollout has
-        ended. Both change nothing on a node that is not this rollout's, and V(release) nothing where a job runs.
+        ended. Both change nothing on a node that is not this rollout's, and V(release) nothing where a job runs. They
+        never fail; why one was not heard is a warning.
     type: str
     choices: [take, renew, release]
     default: take

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ansible.errors import AnsibleConnectionFailure
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.serving.gpu_node.plugins.action import claim as claim_action
 from ansible_collections.serving.gpu_node.plugins.module_utils.claim import Seen, Verdict, Wish, decide, duration
@@ -544,7 +545,7 @@ def test_nothing_to_take_back_has_no_id(node: Node) -> None:
 
 
 def run_action(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[dict[str, Any]], check: bool = False
+    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[dict[str, Any]], check: bool = False, **args: Any
 ) -> Any:
     """Run it on a made-up node; return its result, what the module was asked, and what was shown."""
     asked: list[dict[str, Any]] = []
@@ -552,11 +553,13 @@ def run_action(
     monkeypatch.setattr("ansible.constants.DEFAULT_LOCAL_TMP", str(folder))
     display = SimpleNamespace(display=shown.append, warning=shown.append)
     monkeypatch.setattr(claim_action, "Display", lambda: display)
-    task = MagicMock(check_mode=check, args={"targets": BOTH}, async_val=0)
+    task = MagicMock(check_mode=check, args={"targets": BOTH, **args}, async_val=0, delegate_to=None)
     action = claim_action.ActionModule(task, MagicMock(), MagicMock(), MagicMock(), MagicMock(), None)
 
     def execute(module_name: str, module_args: dict[str, Any], task_vars: Any) -> dict[str, Any]:
         asked.append(module_args)
+        if "lost" in answers[0]:
+            raise AnsibleConnectionFailure(answers[0]["lost"])
         return {"note": "", "conflict": "", "ask": False, **answers[min(len(asked), len(answers)) - 1]}
 
     monkeypatch.setattr(action, "_execute_module", execute)
@@ -626,3 +629,14 @@ def test_a_node_that_others_keep_taking_is_given_up(monkeypatch: pytest.MonkeyPa
     result, asked, _ = run_action(monkeypatch, tmp_path, [ask])
     assert result["failed"]
     assert len(asked) == 6
+
+
+@pytest.mark.parametrize(
+    "answer", [{"lost": "no route to it"}, {"failed": True, "rc": 1, "exception": "...", "msg": "no route to it"}]
+)
+def test_a_node_that_does_not_hear_that_it_is_let_go_stops_nothing(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result, asked, shown = run_action(monkeypatch, tmp_path, [answer], hold="release")
+    assert (result, shown) == ({"changed": False, "msg": "no route to it"}, ["n1: no route to it"])
+    assert asked[0]["controller"]["pid"] == os.getppid()

@@ -78,8 +78,7 @@ def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Pat
         tmp_path,
         n1={},
         n2={"jobs": {"rollout": "exit code 3; its last lines: EngineError"}},
-        # it goes away meanwhile
-        n3={"away": True},
+        n3={},
         n4={},
         n5={"differs": []},
     )
@@ -101,7 +100,7 @@ def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Pat
 
 def test_nodes_that_wait_get_a_sign_of_life_between_two_batches(tmp_path: Path) -> None:
     long_ago = {"renewed": 0}
-    found = stage(tmp_path, n1={}, n2={}, n3={**long_ago, "away": True}, n4=long_ago, n5=long_ago, n6={})
+    found = stage(tmp_path, n1={}, n2={}, n3=long_ago, n4=long_ago, n5=long_ago, n6={})
     found.group["rollout_batches"] = [2, 2, 2]
     counts, output = found.run("rollout")
     assert all(count["failed"] == 0 for count in counts.values()), output
