@@ -47,7 +47,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Start or join the job and wait for its end; return the last look at it and the last lines it printed."""
         unit = self._task.args["unit"]
         host = (task_vars or {}).get("inventory_hostname", "node")
-        look = self._look({}, task_vars)
+        try:
+            look = self._look({}, task_vars)
+        except AnsibleConnectionFailure as error:
+            # A failure, as below.
+            return {"failed": True, "msg": f"no connection to have {unit} run there; run this again: {error}"}, []
         if look.get("attached"):
             Display().display(f"  [{host}] {unit} is running already; following it")
         first, kept, lost = look, list[str](), 0

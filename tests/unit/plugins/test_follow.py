@@ -300,9 +300,11 @@ def test_a_connection_that_stays_lost_is_a_failure_that_says_what_goes_on(act: A
     assert "no route" in result["msg"]
 
 
-def test_a_node_that_cannot_be_reached_at_all_is_an_error_at_once(act: Act) -> None:
-    with pytest.raises(AnsibleConnectionFailure):
-        act([AnsibleConnectionFailure("gone")])
+def test_a_node_that_cannot_be_reached_at_all_is_a_failure_at_once(act: Act) -> None:
+    """Unreachable, it would end the play before a rollout says where it stopped."""
+    result, node = act([AnsibleConnectionFailure("no route")])
+    assert (result["failed"], result["msg"]) == (True, "no connection to have job run there; run this again: no route")
+    assert len(node.asked) == 1
 
 
 def test_a_failed_job_fails_with_its_last_lines(act: Act) -> None:
