@@ -813,6 +813,7 @@ MACHINES: dict[str, tuple[list[str], list[str], str]] = {
     ),
     "drv-02-next-kernel": ([], ["6.8.0-101-generic"], "none"),
     "drv-02-only-added": ([], ["6.8.0-45-generic"], "load"),
+    "drv-02-server": ([], ["6.8.0-45-generic"], "load"),
     "drv-04-mismatch": (
         [
             "the loaded module is 580.159.03 and the libraries are 580.173",
