@@ -77,15 +77,31 @@ def test_a_step_that_needs_the_whole_node_loses_nothing_behind_the_balancer_in_f
     fleet.wait_for_front()
 
 
-def test_a_drained_step_that_fails_leaves_the_node_serving_and_ends_the_rollout(fleet: Fleet) -> None:
+def test_a_drained_step_that_fails_ends_the_rollout_which_goes_on_with_the_nodes_that_are_left(fleet: Fleet) -> None:
     before = fleet.releases()
     tasks = fleet.folder / "drained.yml"
-    tasks.write_text("- name: Flash\n  ansible.builtin.fail:\n    msg: the card did not take its firmware\n")
+    trace = "- name: Leave a trace\n  ansible.builtin.shell: echo done >>/srv/drained-trace\n"
+    fail = (
+        "- name: Flash\n  ansible.builtin.fail:\n    msg: the card did not take its firmware\n"
+        "  when: inventory_hostname == 'fleet-2'\n"
+    )
+    fleet.each("rm -f /srv/drained-trace")
     with fleet.load(direct=False) as load:
+        tasks.write_text(trace + fail)
         play = fleet.run(changes={"balancer_announce": 8}, rollout_drained_tasks=str(tasks))
+        found = fleet.wanted()
+        assert play.rc != 0
+        assert "the card did not take its firmware" in words(play)
+        assert f"rollback.yml -e rollback_of={found['fleet-2']['rollout']}" in words(play)
+        assert fleet.releases() == before
+        # Nobody holds the node whose turn did not come.
+        assert [found[name]["state"] for name in sorted(found)] == ["done", "done", "failed"]
+        assert [found[name]["drained_done"] for name in sorted(found)] == [True, False, False]
+        tasks.write_text(trace)
+        play = fleet.run(changes={"balancer_announce": 8}, rollout_drained_tasks=str(tasks))
+    assert play.rc == 0, play.tail(80)
     assert load.failed() == []
-    assert play.rc != 0
-    assert "the card did not take its firmware" in words(play) and "rollback.yml" in words(play)
     assert fleet.releases() == before
-    assert [record["state"] for record in fleet.wanted().values()][1:] == ["staged", "staged"]
+    traces = fleet.each("cat /srv/drained-trace")
+    assert [traces[name].split() for name in sorted(traces)] == [["done"], ["done", "done"], ["done"]]
     fleet.wait_for_front()
