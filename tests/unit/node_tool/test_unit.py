@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from gpu_node import config, drain
 from gpu_node.errors import ConfigError, EngineError, GateError
+from gpu_node.live import LiveNode
 from gpu_node.unit import UnitSteps, runs_command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,6 +249,13 @@ def test_gate_other_release(world: World) -> None:
     """A restart that nobody asked for may come between a link and its start."""
     world.units[0].running = world.releases[0, "B"]
     with pytest.raises(GateError, match=f"started from release {world.releases[0, 'B']}"):
+        steps(world).verify(5)
+
+
+def test_gate_other_release_with_another_port(world: World) -> None:
+    """The link was moved by hand: what runs is named, and no port on which nothing listens."""
+    LiveNode(world.tool()).point(0, "current", world.make_release(0, "P", port=9000))
+    with pytest.raises(GateError, match=f"started from release {world.releases[0, 'A']}"):
         steps(world).verify(5)
 
 

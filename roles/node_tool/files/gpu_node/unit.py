@@ -215,8 +215,8 @@ class UnitSteps:
         if container is None:
             raise GateError(f"{self._prefix}container {replica.container} does not run")
         family = proc.in_unit(replica.unit) | proc.descendants(container.payload.pid)
+        self._verify_listener(family)
         self._verify_container(container, release)
-        self._verify_listener(release.port, family)
         engine = self._tool.engine(replica.index)
         names = engine.models(timeout_s=10)
         if release.served_model_name not in names:
@@ -225,7 +225,8 @@ class UnitSteps:
         self._verify_loopback(family | proc.descendants(container.payload.pid))
         return generated
 
-    def _verify_listener(self, port: int, family: set[int]) -> None:
+    def _verify_listener(self, family: set[int]) -> None:
+        port = self._tool.served(self._replica.index).port
         holders = {pid for socket in self._proc.listeners(port) for pid in self._proc.owners(socket.inode)}
         if not holders:
             raise GateError(f"{self._prefix}nothing listens on port {port}")
