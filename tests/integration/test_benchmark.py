@@ -50,6 +50,7 @@ def test_a_single_stream_of_each_replica(served: Node, tmp_path: Path) -> None:
         assert served.client_key not in text
 
 
+@pytest.mark.full
 def test_check_mode_measures_nothing(served: Node, tmp_path: Path) -> None:
     play = benchmark(served, tmp_path, "--check", "--diff", options=SHORT, benchmark_parts=["decode"])
     assert play.rc == 0, play.tail()

@@ -207,6 +207,7 @@ def test_a_start_on_a_taken_port_names_who_has_it(stopped: Site) -> None:
     site.wait_for_journal(1, since, "starting release", 60)
 
 
+@pytest.mark.full
 def test_a_start_can_be_stopped(stopped: Site) -> None:
     """An engine that loads takes no notice of a signal; nobody waits until it does."""
     site, since = stopped, stopped.now()
@@ -219,6 +220,7 @@ def test_a_start_can_be_stopped(stopped: Site) -> None:
     assert site.node.ssh("podman ps -aq -f name=vllm-replica-1") == ""
 
 
+@pytest.mark.full
 def test_a_port_that_another_process_answers_is_no_replica(stopped: Site) -> None:
     """A 200 is not enough: the gate asks whose it is."""
     site, since = stopped, stopped.now()

@@ -88,6 +88,7 @@ def test_a_flipped_byte_in_the_weights_is_found_and_made_good(served: Node) -> N
     assert served.ssh(f"ls -d {MODEL}/*.bad-1")
 
 
+@pytest.mark.full
 def test_a_missing_image_is_named_when_it_may_only_be_verified(served: Node) -> None:
     extra = {"serving_image_manage": False, "serving_image_archive": ""}
     ref = served.ssh("podman images --format '{{.Repository}}:{{.Tag}}' localhost/gpu-node/vllm-cpu").split()[0]

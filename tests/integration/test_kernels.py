@@ -203,10 +203,10 @@ def test_the_wheel_is_whole(node: Node, built: dict[str, Any]) -> None:
     assert answer.split() == ["0.1.0", "['ds41k.plugin:register']", "True"]
 
 
-def test_the_second_run_builds_nothing(node: Node, built: dict[str, Any]) -> None:
-    for args in ((), ("--check", "--diff")):
-        done = image(node, "tools", *args)
-        assert (done.rc, done.changed) == (0, 0), done.tail()
+@pytest.mark.parametrize("args", [(), pytest.param(("--check", "--diff"), marks=pytest.mark.full)])
+def test_the_second_run_builds_nothing(node: Node, built: dict[str, Any], args: tuple[str, ...]) -> None:
+    done = image(node, "tools", *args)
+    assert (done.rc, done.changed) == (0, 0), done.tail()
 
 
 def attempt(node: Node, **changes: Any) -> subprocess.CompletedProcess[str]:
@@ -233,6 +233,7 @@ def test_an_image_without_nvcc_is_one_clear_error_and_leaves_nothing(node: Node,
     assert "name one that has them (kernels_image)" in line
 
 
+@pytest.mark.full
 def test_an_image_that_cannot_be_had_is_one_clear_error(node: Node, built: dict[str, Any]) -> None:
     gone = f"localhost:9/none@sha256:{'0' * 64}"
     assert f"{gone} could not be pulled" in refused(node, attempt(node, image=gone))
@@ -247,6 +248,7 @@ def test_too_little_disk_is_one_clear_error(node: Node, built: dict[str, Any]) -
     assert f"too little disk for kernels: {TRIES} has 0.10 GiB free, 1 GiB are needed" in line
 
 
+@pytest.mark.full
 def test_the_same_inputs_give_the_same_bytes(node: Node, built: dict[str, Any]) -> None:
     done = attempt(node)
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,7 @@ def test_the_sites_ways_are_used_and_its_secrets_kept(bare: Node, certificate: P
     assert bare.run(f"grep -qF '{text}' /etc/ssl/certs/ca-certificates.crt").returncode == 0
 
 
+@pytest.mark.full
 def test_without_the_proxy_and_with_apt_locked_for_a_while_the_node_is_prepared(bare: Node) -> None:
     sources = bare.ssh("cat /etc/apt/sources.list")
     bare.ssh(f'systemd-run --quiet --unit lock /usr/bin/python3 -c "{HOLD_LOCK}"')

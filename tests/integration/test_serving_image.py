@@ -187,6 +187,7 @@ def test_a_patch_that_is_upstream_already_is_named(node: Node, digest: str, buil
     assert "take it out of patches/series.yml" in line
 
 
+@pytest.mark.full
 def test_no_room_no_such_digest_and_no_credentials_are_one_line_each(node: Node, digest: str, built: str) -> None:
     absent = f"{NAME}@sha256:{'0' * 64}"
     line = refused(node, attempt(node, base=absent, free_gib=10**6))
