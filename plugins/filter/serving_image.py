@@ -15,6 +15,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils import (
     image_share,
     pack_settings,
     patch_series,
+    sbom,
     sources,
 )
 
@@ -60,6 +61,7 @@ class FilterModule:
             "image_labels": image_inputs.image_labels,
             "image_maker": image_share.maker,
             "image_pack_settings": image_pack_settings,
+            "image_nccl_problem": sbom.nccl_problem,
             "image_patches": image_patches,
             "image_pinned": image_inputs.pinned,
             "image_recipe_problems": sources.recipe_problems,

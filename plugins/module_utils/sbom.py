@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 from urllib.parse import quote
 
+# NCCL up to this one fails on RTX PRO 6000 Blackwell cards in collectives of 512 KiB and more
+# (https://github.com/NVIDIA/nccl/issues/2418; what came before knows these cards less).
+_BAD_NCCL = (2, 26, 2)
 _NAMESPACE = uuid.UUID("6f1c3f0a-3a53-5d52-8d0e-6a7f8a4c9b11")
 
 
@@ -79,3 +83,22 @@ def cyclonedx(image: str, image_id: str, components: list[dict[str, str]], label
         },
         "components": components,
     }
+
+
+def nccl_problem(bill: dict[str, Any]) -> str:
+    """Return why an image's NCCL cannot serve on several cards; empty when nothing is known against it.
+
+    :param bill: of :func:`cyclonedx`; an image for CPUs has no NCCL.
+    """
+    versions = {one["name"]: one["version"] for one in bill.get("components", [])}
+    wheels = [name for name in versions if re.fullmatch(r"nvidia[-_]nccl(?:[-_]cu[0-9]+)?", name)]
+    # torch takes the one that came with it before the distribution's.
+    for name in wheels or [name for name in ("libnccl2",) if name in versions]:
+        # "2.27.5" of a wheel, "2.27.5-1+cuda12.9" of a Debian package.
+        match = re.match(r"([0-9]+)\.([0-9]+)\.([0-9]+)", versions[name])
+        if match and tuple(map(int, match.groups())) <= _BAD_NCCL:
+            return (
+                f"{name} {versions[name]}: NCCL up to {'.'.join(map(str, _BAD_NCCL))} fails on these cards from 512 "
+                "KiB on (https://github.com/NVIDIA/nccl/issues/2418); take a base with a newer one"
+            )
+    return ""

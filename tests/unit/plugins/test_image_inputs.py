@@ -18,6 +18,7 @@ from ansible_collections.serving.gpu_node.plugins.module_utils.image_inputs impo
 from ansible_collections.serving.gpu_node.plugins.module_utils.sbom import (
     cyclonedx,
     dpkg_components,
+    nccl_problem,
     python_components,
 )
 
@@ -191,3 +192,27 @@ def test_the_bill_names_what_is_installed_and_nothing_else() -> None:
     assert bill["serialNumber"] != cyclonedx("localhost/x:1", "e" * 64, [], {})["serialNumber"]
     assert (bill["bomFormat"], bill["specVersion"], len(bill["components"])) == ("CycloneDX", "1.5", 3)
     assert bill["metadata"]["component"]["properties"] == [{"name": "key", "value": "kk"}]
+
+
+@pytest.mark.parametrize(
+    ("components", "named"),
+    [
+        ([("nvidia-nccl-cu12", "2.26.2")], "nvidia-nccl-cu12 2.26.2"),
+        ([("nvidia-nccl-cu12", "2.25.1")], "nvidia-nccl-cu12 2.25.1"),
+        ([("nvidia-nccl-cu13", "2.27.5")], ""),
+        ([("nvidia-nccl-cu13", "2.31.2"), ("libnccl2", "2.26.2-1+cuda12.8")], ""),
+        ([("libnccl2", "2.26.2-1+cuda12.8")], "libnccl2 2.26.2-1+cuda12.8"),
+        ([("libnccl2", "unknown")], ""),
+        ([("vllm", "0.33.0")], ""),
+    ],
+)
+def test_an_image_with_a_bad_nccl_is_named(components: list[tuple[str, str]], named: str) -> None:
+    # DRV-13
+    bill = {"components": [{"name": name, "version": version} for name, version in components]}
+    problem = nccl_problem(bill)
+    assert problem.startswith(named)
+    assert ("take a base with a newer one" in problem) == bool(named)
+
+
+def test_an_image_without_a_bill_is_not_judged() -> None:
+    assert nccl_problem({}) == ""
