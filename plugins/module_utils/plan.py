@@ -279,6 +279,26 @@ def _unknown_arguments(profile: dict[str, Any], settings: dict[str, Any]) -> lis
     return unknown_arguments(normalise(name) for name in settings["engine_args"])
 
 
+def _service(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of a replica's unit."""
+    # The gate gives up at start_timeout and says why; systemd waits a little longer than that.
+    unit_start = settings["start_timeout"] + 60
+    # Longer than announcing, the drain and the engine's own shutdown together, or systemd cuts streams that may still
+    # end.
+    stop = settings["balancer_announce"] + settings["drain_timeout"] + settings["shutdown_timeout"] + 90
+    return {
+        "start_timeout": settings["start_timeout"],
+        "unit_start_timeout": unit_start,
+        "drain_timeout": settings["drain_timeout"],
+        "shutdown_timeout": settings["shutdown_timeout"],
+        "stop_timeout": stop,
+        "restart_delay": RESTART_DELAY_SECONDS,
+        "start_burst": START_BURST,
+        # Longer than the slowest failures in a row, or what can never start would be tried for ever.
+        "start_limit_interval": START_BURST * (unit_start + stop + RESTART_DELAY_SECONDS) + 60,
+    }
+
+
 def build_plan(
     profile: dict[str, Any],
     overrides: dict[str, Any],
@@ -317,7 +337,6 @@ def build_plan(
     if problems:
         raise PlanError(problems)
     replicas = [_replica(index, place, profile, settings, artifacts, sums) for index, place in enumerate(places)]
-    start_limit = START_BURST * (settings["start_timeout"] + RESTART_DELAY_SECONDS)
     return {
         "schema": 1,
         "state": "intent",
@@ -348,20 +367,7 @@ def build_plan(
             "status_port": settings["balancer_status_port"],
             "announce": settings["balancer_announce"],
         },
-        "service": {
-            "start_timeout": settings["start_timeout"],
-            "drain_timeout": settings["drain_timeout"],
-            "shutdown_timeout": settings["shutdown_timeout"],
-            # Longer than announcing, the drain and the engine's own shutdown together, or systemd cuts streams that may
-            # still end.
-            "stop_timeout": settings["balancer_announce"]
-            + settings["drain_timeout"]
-            + settings["shutdown_timeout"]
-            + 90,
-            "restart_delay": RESTART_DELAY_SECONDS,
-            "start_burst": START_BURST,
-            "start_limit_interval": start_limit + 60,
-        },
+        "service": _service(settings),
         "prober": {"interval": settings["prober_interval"], "stall": settings["prober_stall"]},
         "gate": {
             # A window that is too short for them is no reason to fail a release.

@@ -21,6 +21,11 @@ def steps(world: World, index: int = 0) -> UnitSteps:
     return UnitSteps(world.tool(), index)
 
 
+def removed(world: World) -> bool:
+    """Whether the container was ended, after the engine's last lines were read: systemd would wait for it in vain."""
+    return [command[:2] for command in world.commands][-2:] == [["journalctl", "-q"], ["podman", "rm"]]
+
+
 @pytest.fixture
 def stopped(world: World) -> World:
     world.stop_unit(0)
@@ -178,6 +183,7 @@ def test_ready_ends_at_its_deadline(world: World) -> None:
     with pytest.raises(GateError, match=r"not ready after 60 s .*; the engine's last line: boom"):
         steps(world).ready()
     assert "replica 0: engine: loading weights" in world.said
+    assert removed(world)
 
 
 @pytest.mark.parametrize("pid", [100, 200], ids=["payload", "monitor"])
@@ -207,6 +213,7 @@ def test_ready_needs_a_token(world: World) -> None:
     with pytest.raises(GateError, match="did not answer within"):
         steps(world).ready()
     assert not world.inside(0)
+    assert removed(world)
 
 
 def test_ready_goes_on_when_nginx_is_broken(world: World) -> None:

@@ -7,8 +7,10 @@ import hashlib
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import yaml
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
@@ -33,6 +35,7 @@ from tests.unit.plugins.samples import (
     topology,
 )
 
+UNIT = Path(__file__).parents[3] / "roles/replica/templates/vllm-replica@.service.j2"
 DIGESTS = {"model": MODEL}
 TWO_NODES = topology([numa_node(0, [0, 2, 4, 6]), numa_node(1, [1, 3, 5, 7])])
 
@@ -546,7 +549,16 @@ def test_systemd_waits_longer_than_what_it_waits_for() -> None:
     plan = intent({"balancer_announce": 30, "drain_timeout": 100, "shutdown_timeout": 50, "start_timeout": 200})
     service = plan["service"]
     assert service["stop_timeout"] > 30 + 100 + 50
-    assert service["start_limit_interval"] > service["start_burst"] * (200 + service["restart_delay"])
+
+
+@pytest.mark.parametrize("start_timeout", [200, 5400])
+def test_the_start_limit_spans_the_slowest_failures_that_the_unit_allows(start_timeout: int) -> None:
+    plan = intent({"balancer_announce": 30, "drain_timeout": 900, "start_timeout": start_timeout})
+    text = jinja2.Template(UNIT.read_text()).render(serving_plan_result=plan)
+    unit = {name: int(value) for name, value in re.findall(r"^(\w+)=(\d+)$", text, re.MULTILINE)}
+    failure = unit["TimeoutStartSec"] + unit["TimeoutStopSec"] + unit["RestartSec"]
+    assert unit["StartLimitIntervalSec"] > unit["StartLimitBurst"] * failure
+    assert unit["TimeoutStartSec"] > start_timeout
 
 
 def test_the_plan_of_a_bare_node_as_lines() -> None:

@@ -148,15 +148,21 @@ class UnitSteps:
         return container.release if container and RELEASE_ID.fullmatch(container.release) else None
 
     def ready(self) -> None:
-        """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile."""
+        """Wait until the engine generates, then let the replica in. Fails at once when the container ends meanwhile.
+
+        However it fails, the container is gone: an engine that loads ignores SIGTERM, as first process of its container
+        and without a handler yet, and systemd would wait for it to the end of the unit's stop timeout. No request can
+        be lost, so it is not asked.
+        """
         try:
             with self._host.stoppable():
                 self._become_ready()
         except StoppedError:
-            # An engine that loads ignores SIGTERM, as first process of its container and without a handler yet: systemd
-            # would wait for it to the end of the unit's stop timeout. No request can be lost, so it is not asked.
             self._remove_container()
             raise GateError(f"{self._prefix}stopped before it was ready") from None
+        except ToolError:
+            self._remove_container()
+            raise
 
     def _become_ready(self) -> None:
         limit = self._tool.node.start_timeout_s
