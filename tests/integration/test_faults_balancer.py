@@ -118,6 +118,52 @@ def test_errors_of_the_engine_pass_unchanged(site: Site, path: str, body: dict[s
     assert row["upstream"] in (site.upstream(0), site.upstream(1))
 
 
+STAND_IN_PORT = 8055
+STAND_IN_ERROR = {"error": {"message": "CUDA error", "type": "internal_error", "code": 500}}
+# Answers every completion with 500 and the engine's words for it.
+STAND_IN = f"""
+import http.server, json
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = {json.dumps(STAND_IN_ERROR).encode()!r}
+        self.send_response(500)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("127.0.0.1", {STAND_IN_PORT}), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(site: Site) -> Iterator[str]:
+    """The upstream that nginx asks instead of replica 0; the prober, which would put replica 0 back, waits."""
+    members, upstream = "/etc/gpu-node/nginx/members.conf", f"127.0.0.1:{STAND_IN_PORT}"
+    site.node.ssh("cat >/run/stand_in.py", stdin=STAND_IN)
+    try:
+        site.node.ssh(
+            "systemctl stop gpu-node-prober && systemd-run --collect --unit=stand-in python3 /run/stand_in.py"
+            f" && sed -i 's/ {site.upstream(0)} / {upstream} /' {members} && nginx -s reload"
+        )
+        wait_until("nginx asks the stand-in", lambda: site.client.complete(1).status == 500, 20)
+        yield upstream
+    finally:
+        site.node.ssh("gpu-node apply; systemctl stop stand-in; systemctl start gpu-node-prober; rm /run/stand_in.py")
+        site.all_serve()
+
+
+def test_a_500_of_one_of_two_replicas_passes_unchanged_and_the_other_is_not_asked(site: Site, stand_in: str) -> None:
+    """A completion that began is never repeated, and the engine's words are not replaced by nginx's."""
+    mark = site.mark()
+    answers = [site.client.complete(1) for _ in range(8)]
+    failed = [answer for answer in answers if answer.status == 500]
+    assert failed and {answer.status for answer in answers} == {200, 500}
+    assert [answer.json() for answer in failed] == [STAND_IN_ERROR] * len(failed)
+    assert [row["upstream"] for row in site.rows(mark) if row["status"] == 500] == [stand_in] * len(failed)
+
+
 def test_a_malformed_request_gets_json_too(site: Site) -> None:
     with socket.create_connection(("127.0.0.1", site.node.http_port), timeout=10) as connection:
         connection.sendall(b"no HTTP at all\r\n\r\n")

@@ -22,6 +22,16 @@ def location(path: str) -> list[str]:
     return [line.strip() for line in body.splitlines()]
 
 
+def test_a_request_that_was_sent_goes_to_no_other_replica_and_its_error_passes() -> None:
+    """With `non_idempotent` or `http_500` nginx would repeat a completion that began."""
+    directives = location("/v1/")
+    assert [line for line in directives if line.startswith("proxy_next_upstream")] == [
+        "proxy_next_upstream error;",
+        "proxy_next_upstream_tries 2;",
+    ]
+    assert not any("intercept_errors" in line for line in directives)
+
+
 def test_a_token_goes_out_when_it_comes_in() -> None:
     """Here, and by the header in an nginx or an ingress in front of the node, which buffers otherwise."""
     assert {"proxy_buffering off;", "add_header X-Accel-Buffering no always;"} <= set(location("/v1/"))
