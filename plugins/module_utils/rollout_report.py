@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible_collections.serving.gpu_node.plugins.module_utils.claim import latest_rollout
+
 _HEADINGS = ("node", "replica", "release", "model", "state", "out", "rollout", "drift")
 _NO_RELEASE = "none"
 _SHOWN_NODES = 12
@@ -79,8 +81,8 @@ def describe_stop(
     done = [name for name in due if nodes[name].get("finished")]
     untouched = [name for name in due if name not in done and name not in stopped]
     touched = [nodes[name] for name in (*stopped, *done)]
-    # Nodes may go on with a rollout that others were not part of.
-    ids = list(dict.fromkeys(str(node["record"]["back_of"] if back else node["id"]) for node in touched))
+    # Nodes may go on with a rollout that others were not part of, or with a way back that the inventory wants by now.
+    ids = list(dict.fromkeys(latest_rollout(node["record"]) for node in touched))
     lines = [f"{'rollback of' if back else 'rollout'} {ids[0]} stopped at {names(stopped)}"]
     for name in stopped:
         failure = nodes[name].get("failure") or {}
@@ -145,8 +147,26 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     return str(row.get(name) or "-")
 
 
+def _mixed_models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each name under which clients get different weights, depending on the replica."""
+    served: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        # An older command says neither.
+        if row.get("served_model_name") and row.get("model_digest"):
+            nodes = served.setdefault(row["served_model_name"], {}).setdefault(row["model_digest"], [])
+            nodes += [row["node"]] if row["node"] not in nodes else []
+    return [
+        f"'{name}' is served with {len(digests)} different models: "
+        + "; ".join(f"{digest} on {names(nodes)}" for digest, nodes in sorted(digests.items()))
+        + ": set one revision for all of these nodes and roll it out"
+        for name, digests in sorted(served.items())
+        if len(digests) > 1
+    ]
+
+
 def describe_fleet(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of a fleet as lines."""
+    """Return the table of a fleet as lines, and below it the names that stand for more than one model."""
     table = [list(_HEADINGS), *([_cell(row, name) for name in _HEADINGS] for row in rows)]
     widths = [max(len(line[place]) for line in table) for place in range(len(_HEADINGS))]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    return lines + _mixed_models(rows)

@@ -68,6 +68,7 @@ CLAIM = """
         ended = found.get("rollout") in args.get("unfinished", []) and found.get("drained_done")
         due = differs or (drained and not ended)
         record = {
+            "rollout": "r1",
             "state": "staged" if due else "done",
             "targets": wanted,
             "before": before,

@@ -364,6 +364,11 @@ def test_only_what_was_switched_goes_back() -> None:
     assert (untouched.differs, taken(untouched)["state"]) == ((), "done")
 
 
+def test_the_way_back_is_a_rollout_of_its_own_also_where_nothing_differs() -> None:
+    made = taken(decide(record(state="failed", before=BOTH), back(), seen(NEW, NEW)))
+    assert (made["rollout"], made["back_of"], made["state"]) == ("b", "a", "done")
+
+
 def test_going_back_twice_is_going_back_once() -> None:
     once = taken(decide(record(state="done"), back(), seen(NEW, NEW)))
     again = decide({**once, "state": "done"}, back(), seen(OLD, OLD))

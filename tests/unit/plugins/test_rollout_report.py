@@ -71,11 +71,14 @@ def test_batches_are_cut_as_ansible_cuts_them(count: int, batches: list[Any], si
 
 
 def stopped() -> dict[str, dict[str, Any]]:
+    def part(rollout: str = "r1", **more: Any) -> dict[str, Any]:
+        return {"due": True, "record": {"rollout": rollout, "back_of": None}, **more}
+
     return {
-        "n1": {**due(["0"]), "id": "r1", "finished": True},
-        "n2": {**due(["0"]), "id": "r1", "failure": {"task": "Switch", "result": {"msg": "exit code 3:\nEngineError"}}},
-        "n3": {**due(["0"]), "id": "r1"},
-        "n4": {**due(["0"]), "id": "r2"},
+        "n1": part(finished=True),
+        "n2": part(failure={"task": "Switch", "result": {"msg": "exit code 3:\nEngineError"}}),
+        "n3": part(),
+        "n4": part("r2"),
         "n5": {"due": False},
     }
 
@@ -96,7 +99,7 @@ def test_where_it_stopped_why_and_what_now() -> None:
 def test_the_way_back_is_that_of_the_nodes_that_were_touched() -> None:
     """One of them was not part of the rollout that the others go on with."""
     nodes = stopped()
-    nodes["n1"]["id"] = "r0"
+    nodes["n1"]["record"]["rollout"] = "r0"
     assert describe_stop(nodes, ["n2", "n3"], limit="a:!b")[-2:] == [
         "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r1 -l 'a:!b'",
         "Go back: ansible-playbook playbooks/rollback.yml -e rollback_of=r0 -l 'a:!b'",
@@ -191,6 +194,21 @@ def test_a_node_that_says_nothing_is_a_row_too() -> None:
     lines = describe_fleet(rows)
     assert "unreachable" in lines[1] and lines[1].endswith("no route")
     assert "no answer" in lines[2]
+
+
+def test_one_name_for_several_models_is_said() -> None:
+    """Two nodes with another `revision` each: the table alone shows the same model on both."""
+    old = {**ROW, "served_model_name": "tiny", "model_digest": OLD}
+    new = {**old, "model_digest": NEW}
+    both = [old, {**old, "index": 1}]
+    other = {**old, "served_model_name": "other", "model_digest": "2" * 12}
+    unknown = {**old, "model_digest": None}
+    same = {"n1": {"rows": both}, "n2": {"rows": [old, other]}, "n3": {"rows": [ROW, unknown]}, "n4": {"error": "away"}}
+    assert len(describe_fleet(fleet_rows(same))) == 1 + 7
+    assert describe_fleet(fleet_rows({**same, "n5": {"rows": [new]}}))[1 + 8 :] == [
+        f"'tiny' is served with 2 different models: {OLD} on n1, n2; {NEW} on n5: "
+        "set one revision for all of these nodes and roll it out"
+    ]
 
 
 def test_an_older_command_says_less() -> None:
