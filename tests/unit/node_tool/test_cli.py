@@ -35,6 +35,7 @@ def test_status(world: World) -> None:
     assert first == {
         "index": 0, "unit": "vllm-replica@0.service", "port": 8000, "cpus": "0", "memory_node": "0",
         "model": "model-A", "release": world.releases[0, "A"], "previous": None, "state": "active", "out": [],
+        "model_digest": "cdcdcdcdcdcd", "served_model_name": "tiny",
         "running": world.releases[0, "A"], "drift": [], "rollout": None, "differs": False,
     }  # fmt: skip
     assert second["out"] == ["operator"]

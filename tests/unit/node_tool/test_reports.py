@@ -258,7 +258,8 @@ def test_metrics(world: World) -> None:
     prober.probe_once(world.tool())
     text = world.paths.metrics.read_text()
     release = world.releases[0, "B"]
-    assert f'gpu_node_release_info{{replica="0",release="{release}",model="model-B",image="abababababab"}} 1' in text
+    made_of = 'model="model-B",model_digest="cdcdcdcdcdcd",image="abababababab"'
+    assert f'gpu_node_release_info{{replica="0",release="{release}",{made_of}}} 1' in text
     assert 'gpu_node_replica_in{replica="0"} 1' in text and 'gpu_node_replica_in{replica="1"} 0' in text
     assert 'gpu_node_out_reason{replica="1",reason="operator"} 1' in text
     assert f'gpu_node_rollout_info{{rollout="{ID}",state="done"}} 1' in text

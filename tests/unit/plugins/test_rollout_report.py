@@ -203,7 +203,12 @@ def test_one_name_for_several_models_is_said() -> None:
     both = [old, {**old, "index": 1}]
     other = {**old, "served_model_name": "other", "model_digest": "2" * 12}
     unknown = {**old, "model_digest": None}
-    same = {"n1": {"rows": both}, "n2": {"rows": [old, other]}, "n3": {"rows": [ROW, unknown]}, "n4": {"error": "away"}}
+    same: dict[str, dict[str, Any]] = {
+        "n1": {"rows": both},
+        "n2": {"rows": [old, other]},
+        "n3": {"rows": [ROW, unknown]},
+        "n4": {"error": "away"},
+    }
     assert len(describe_fleet(fleet_rows(same))) == 1 + 7
     assert describe_fleet(fleet_rows({**same, "n5": {"rows": [new]}}))[1 + 8 :] == [
         f"'tiny' is served with 2 different models: {OLD} on n1, n2; {NEW} on n5: "

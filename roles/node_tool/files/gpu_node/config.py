@@ -210,6 +210,7 @@ class Release:
     id: str
     replica: int
     model: str
+    model_digest: str  # its first 12 hex digits, as its folder has it
     image_ref: str
     image_id: str
     served_model_name: str
@@ -267,6 +268,7 @@ def load_release(paths: Paths, identity: str) -> Release:
         id=identity,
         replica=fields.take("replica", int),
         model=model.text("name"),
+        model_digest=model.text("digest")[:12],
         image_ref=image.text("ref"),
         image_id=image.text("id").removeprefix("sha256:"),
         served_model_name=fields.text("served_model_name"),

@@ -46,9 +46,10 @@ def samples(tool: Tool) -> list[tuple[str, dict[str, str], float]]:
         if running:
             try:
                 release = load_release(tool.paths, running)
-                made_of = {"model": release.model, "image": release.image_id[:12]}
+                model = {"model": release.model, "model_digest": release.model_digest}
+                made_of = {**model, "image": release.image_id[:12]}
             except ConfigError:
-                made_of = {"model": "", "image": ""}
+                made_of = {"model": "", "model_digest": "", "image": ""}
             found.append(("gpu_node_release_info", {**label, "release": running, **made_of}, 1))
         if current:
             since = os.lstat(tool.paths.replica(index) / "current").st_mtime

@@ -16,7 +16,7 @@ COLUMNS = {
     "release": "release", "previous": "previous", "state": "state", "out": "out-reasons",
 }  # fmt: skip
 # What a row has beyond that.
-MORE = ("running", "drift", "rollout", "differs")
+MORE = ("model_digest", "served_model_name", "running", "drift", "rollout", "differs")
 
 
 def wanted_of(tool: Tool) -> Wanted | None:
@@ -84,6 +84,8 @@ def rows(tool: Tool) -> list[dict[str, Any]]:
                 "previous": linked_release(tool.paths, index, "previous"),
                 "state": state.word,
                 "out": out,
+                "model_digest": release.model_digest if release else None,
+                "served_model_name": release.served_model_name if release else None,
                 "running": running,
                 "drift": drift(index, wanted, current, running, state, damage),
                 "rollout": wanted.public(index) if wanted else None,
