@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ module.exit_json(changed=True)
 # What the module systemd_service asks of a unit that runs, before it stops or starts it.
 SYSTEMCTL = """case $1 in show) echo "LoadState=loaded"; echo "ActiveState=${STATE:-active}";; esac
 """
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to root takes root")
 CARDS = [f"0000:{bus}:00.0" for bus in ("38", "41")]
 
 
@@ -254,9 +256,45 @@ def test_options_that_wait_for_a_module_in_use_ask_for_a_reboot(tmp_path: Path) 
     assert (tmp_path / "waiting").exists()
 
 
+# --- options -------------------------------------------------------------------------------------------------
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("loaded", "written", "waits"),
+    [
+        ("590.48.01", "options nvidia_uvm uvm_disable_hmm=1\n", True),
+        # Nothing of the options themselves is another than before.
+        ("590.48.01", "# an older text\noptions nouveau modeset=0\n", False),
+        ("", "options nvidia_uvm uvm_disable_hmm=1\n", False),
+    ],
+    ids=["others are loaded", "the same", "nothing is loaded"],
+)
+def test_other_options_than_the_loaded_ones_are_remembered(
+    tmp_path: Path, loaded: str, written: str, waits: bool
+) -> None:
+    program(tmp_path, "update-initramfs")
+    file, waiting = tmp_path / "modprobe.d/nvidia.conf", tmp_path / "waiting"
+    file.parent.mkdir()
+    file.write_text(written)
+    loading, output = run_tasks(
+        tmp_path,
+        "set_options",
+        # Without a card nothing is written for the boot.
+        _nvidia_driver_host={**machine(loaded)["host_state"]["host"], "gpus": []},
+        _nvidia_driver_modules={"nvidia": "nvidia", "nvidia_uvm": "nvidia_uvm"},
+        _nvidia_driver_options_file=str(file),
+        _nvidia_driver_waiting_file=str(waiting),
+    )
+    assert loading != {}, output
+    assert "blacklist nouveau" in file.read_text()
+    assert waiting.exists() == waits
+
+
 # --- replicas ------------------------------------------------------------------------------------------------
 
 
+@as_root
 def test_a_second_drain_forgets_no_replica_of_an_interrupted_one(tmp_path: Path) -> None:
     program(tmp_path, "systemctl", SYSTEMCTL)
     drained = tmp_path / "drained"
