@@ -235,7 +235,7 @@ def _check_arguments(
             + ("the sizes follow from max_num_seqs and speculative_tokens" if derived else "give it by its short name")
         )
     engram = _parts(arguments, "engram-config")
-    if engram and not tables.size:
+    if "engram-config" in arguments and not tables.size:
         problems.append("engine_args: engram-config: this profile's model has no Engram tables; leave it out")
     if tables.on_cards and tables.packed:
         problems.append(

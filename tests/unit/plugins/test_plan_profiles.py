@@ -392,8 +392,9 @@ def test_arguments_that_the_engine_refuses_or_that_say_otherwise(given_args: dic
     assert all(problem.startswith(("engine_args: ", "kv_cache_memory: ")) for problem in found)
 
 
-def test_a_model_without_engram_tables_has_no_configuration_of_them() -> None:
-    (problem,) = problems({"engine_args": {"engram-config": {"use_thp": True}}}, "2x")
+@pytest.mark.parametrize("config", [{"use_thp": True}, {}])
+def test_a_model_without_engram_tables_has_no_configuration_of_them(config: dict[str, Any]) -> None:
+    (problem,) = problems({"engine_args": {"engram-config": config}}, "2x")
     assert "no Engram tables" in problem
 
 
