@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from gpu_node import drain, files, gate, history, kernel_log
+from gpu_node import caches, drain, files, gate, history, kernel_log
 from gpu_node import journal as unit_journal
 from gpu_node.config import linked_release, release_for, started_release
 from gpu_node.engine import Engine
@@ -221,3 +221,6 @@ class LiveNode:
         paths = self._tool.paths
         line = history.entry(paths, index, journal, utc(self._tool.host), self._rollout, self._by)
         history.add(paths, line)
+
+    def remove_unused_caches(self, index: int) -> None:
+        caches.remove_unused(self._tool, index)

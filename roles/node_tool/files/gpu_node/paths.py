@@ -101,6 +101,13 @@ class Paths:
         """What of a replica survives a reboot."""
         return self.root / "var/lib/gpu-node/replicas" / str(index)
 
+    def caches(self, index: int) -> Path:
+        """What the replica's engines compiled, by image."""
+        return self.root / "var/lib/gpu-node/cache" / str(index)
+
+    def cache(self, index: int, image_id: str) -> Path:
+        return self.caches(index) / image_id[:12]
+
     def volatile(self, index: int) -> Path:
         """What of a replica ends with a reboot."""
         return self.root / "run/gpu-node" / str(index)

@@ -147,6 +147,9 @@ class Node(Protocol):
     def finished(self, index: int, journal: Journal) -> None:
         """Note the finished switch in the history; once, however often it is called for the same one."""
 
+    def remove_unused_caches(self, index: int) -> None:
+        """Remove what engines of images keep that no release of the replica needs any more."""
+
 
 def _failed(journal: Journal, error: Exception) -> Journal:
     """Where a failed step leads: back to the release before, or, without one, to a replica that stays out."""
@@ -355,6 +358,8 @@ def switch(
         node.say(f"replica {index}: release {target} serves already, nothing to do")
         return None
     journal = _finish(node, index, journal)
+    if journal.outcome == "new":
+        node.remove_unused_caches(index)
     node.say(f"replica {index}: " + {
         "new": f"release {journal.target} serves",
         "refused": "the switch was refused",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NoReturn, TypeVar
 
-from gpu_node import drain, files, journal
+from gpu_node import caches, drain, files, journal
 from gpu_node.config import RELEASE_ID, Release, ReplicaConfig
 from gpu_node.engine import Engine
 from gpu_node.errors import EngineError, GateError, StoppedError, ToolError
@@ -90,6 +90,7 @@ class UnitSteps:
             )
         if release.gpus:
             self._check_gpus(release)
+        caches.make(tool.paths, release)
         self._host.say(
             f"{journal.start_line(replica.index)}{release.id} ({release.model}, image {release.image_id[:12]})"
         )
