@@ -95,15 +95,13 @@ runs:
 """
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.serving.gpu_node.plugins.module_utils.gpu_use import used_gpus
 from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import choose_reports
 
-# A lost card can hold nvidia-smi up for ever.
-NVIDIA_SMI_SECONDS = 20
 PARTS = {"image": str, "kernels": str, "gpu": str, "driver": str, "report": dict}
 
 
@@ -118,41 +116,6 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
         if isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in PARTS.items()):
             found.append(one)
     return found
-
-
-def used_by_replicas(module: AnsibleModule, folder: Path) -> dict[str, str]:
-    """Return by UUID the replica that runs, starts or stops on a GPU."""
-    busy = {}
-    for file in sorted(folder.glob("*/current/release.json")):
-        index = file.parent.parent.name
-        unit = f"vllm-replica@{index}.service"
-        state = module.run_command(["systemctl", "show", "--value", "--property=ActiveState", unit], check_rc=True)[1]
-        if state.strip() in ("inactive", "failed"):
-            continue
-        try:
-            gpus = json.loads(file.read_text(encoding="utf-8")).get("gpus", [])
-        except (OSError, ValueError) as error:
-            module.fail_json(msg=f"{file} cannot be read, so nobody knows which GPUs replica {index} uses: {error}")
-        busy.update({gpu["uuid"]: f"replica {index} runs on it" for gpu in gpus})
-    return busy
-
-
-def used_by_processes(uuids: list[str]) -> dict[str, str]:
-    """Return by UUID a process that computes on a GPU; when the driver does not say, all of them count as in use."""
-    argv = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, timeout=NVIDIA_SMI_SECONDS
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return dict.fromkeys(uuids, f"nvidia-smi does not say what runs on it: {error}")
-    busy = {}
-    for line in done.stdout.splitlines():
-        uuid, _, rest = line.partition(",")
-        pid, _, name = rest.partition(",")
-        if uuid.strip() in uuids:
-            busy[uuid.strip()] = f"process {pid.strip()} ({name.strip()}) computes on it"
-    return busy
 
 
 def main() -> None:
@@ -174,7 +137,7 @@ def main() -> None:
     for gpu in params["gpus"]:
         wanted.setdefault(gpu["model"], []).append(gpu["uuid"])
     uuids = [uuid for group in wanted.values() for uuid in group]
-    busy = {**used_by_processes(uuids), **used_by_replicas(module, Path(params["replicas"]))}
+    busy = used_gpus(module, Path(params["replicas"]), uuids)
     about = {name: params[name] for name in ("image", "kernels", "driver")}
     records, runs = choose_reports(read_reports(Path(params["path"])), wanted, about, busy, params["allowed"])
     module.exit_json(changed=False, records=records, runs=runs)

@@ -15,6 +15,7 @@ from tests.unit.plugins.playbooks import ROOT, run_playbook
 STAND_INS = {
     "package_access": ["main"],
     "topology": ["main"],
+    "acceptance": ["all_reduce"],
     "kernels": ["qualify"],
     "serving_plan": ["resolve"],
     "replica": ["retire", "main", "write_releases"],

@@ -1,4 +1,4 @@
-"""Where serve.yml has the kernels checked, and for which plans; the roles are stand-ins."""
+"""Where serve.yml has GPUs and kernels checked, and for which plans; the roles are stand-ins."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ def calls(folder: Path, plan: dict[str, Any], recipe: str) -> list[str]:
 WITH = {"device": "cuda", "kernels": {"wanted": {}}}
 GPU = {"device": "cuda", "kernels": {}}
 CPU = {"device": "cpu", "kernels": {}}
+# Two GPUs have an all-reduce.
+TWO = {"replicas": [{"index": 0, "release": "1" * 12, "gpus": [{}, {}]}]}
+ONE = {"replicas": [{"index": 0, "release": "1" * 12, "gpus": [{}]}]}
 
 
 @pytest.mark.parametrize(
@@ -33,11 +36,25 @@ CPU = {"device": "cpu", "kernels": {}}
         (WITH, "prebuilt", ["topology/main", "kernels/qualify"]),
         (WITH, "pack", ["topology/main"]),
         (GPU, "own", ["topology/main"]),
+        (WITH | TWO, "own", ["topology/main", "acceptance/all_reduce", "kernels/qualify"]),
+        (WITH | TWO, "pack", ["topology/main", "acceptance/all_reduce"]),
+        (GPU | ONE, "own", ["topology/main"]),
         (CPU, "own", []),
     ],
 )
-def test_kernels_are_checked_before_the_plan_is_completed(
+def test_gpus_and_kernels_are_checked_before_the_plan_is_completed(
     tmp_path: Path, plan: dict[str, Any], recipe: str, expected: list[str]
 ) -> None:
     found = calls(tmp_path, plan, recipe)
     assert found[: len(expected) + 2] == [*expected, "serving_plan/resolve", "replica/write_releases"]
+
+
+def test_gpus_that_do_not_add_up_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, {"here": {"breaks": "acceptance/all_reduce"}}, plan={**PLAN, **WITH, **TWO})
+    stage.build()
+    variables = {"serving_plan_result": stage.plan, "serving_image_result": {"recipe": "own"}}
+    counts, output = stage.run("serve", "-e", json.dumps(variables), "-e", '{"topology_result": {"topology": {}}}')
+    assert counts["here"]["failed"] == 1
+    assert "acceptance/all_reduce broke" in output
+    # No release, no claim, no job.
+    assert stage.calls("here") == ["topology/main", "acceptance/all_reduce"]

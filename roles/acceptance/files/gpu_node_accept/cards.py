@@ -318,6 +318,15 @@ def pairs(rows: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]], floor
     return whole
 
 
+def read_sums(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the load program's rows tell of sums, as :func:`all_reduce` takes it."""
+    return {
+        "sizes": [row for row in rows if "bus_gb_s" in row],
+        "error": next((str(row["error"]) for row in rows if row.get("error")), ""),
+        "nccl": next((row.get("nccl") for row in rows if "cards" in row), None),
+    }
+
+
 def all_reduce(found: dict[str, Any], floor: float) -> Outcome:
     """A sum over a replica's cards, at several sizes.
 

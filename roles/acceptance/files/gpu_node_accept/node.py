@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -110,35 +110,61 @@ class Watch:
             thread.join(90)
 
 
-def load_command(image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str]) -> list[str]:
+def load_command(
+    image: str,
+    uuids: Sequence[str],
+    program: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
     """The load program in a container like a replica's: the cards by CDI, no network, no rights, nothing written."""
     devices = [part for uuid in uuids for part in ("--device", f"nvidia.com/gpu={uuid}")]
+    variables = [f"--env={name}={value}" for name, value in sorted((environment or {}).items())]
     return [
         *("podman", "--events-backend=none", "run", "--rm", "--replace", "--name", CONTAINER, "--pull=never"),
         *("--network=none", "--log-driver=none", "--ipc=private", "--shm-size=2g", "--ulimit=memlock=-1:-1"),
         *("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--env=HOME=/tmp"),
-        *("--env=PYTHONPATH=/program", f"--volume={program}:/program:ro", *devices),
+        *("--env=PYTHONPATH=/program", f"--volume={program}:/program:ro", *variables, *devices),
         *("--entrypoint=python3", image, "-m", "gpu_load", *arguments),
     ]
+
+
+def run_load(
+    image: str,
+    uuids: Sequence[str],
+    program: Path,
+    arguments: Sequence[str],
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Exit code and output of the load program; 124 and no container left when it did not end in time."""
+    code, text = run(load_command(image, uuids, program, arguments, environment), timeout_s)
+    if code == 124:
+        run(["podman", "rm", "--force", "--time=0", CONTAINER], 60)
+    return code, text
 
 
 def gpu_load(
     image: str, uuids: Sequence[str], program: Path, arguments: Sequence[str], timeout_s: float
 ) -> list[dict[str, Any]]:
     """The rows that the load program printed; its own limits name what hangs, this one ends a container that does."""
-    code, text = run(load_command(image, uuids, program, arguments), timeout_s)
+    code, text = run_load(image, uuids, program, arguments, timeout_s)
     rows = read_rows(text)
     if code == 124:
-        run(["podman", "rm", "--force", "--time=0", CONTAINER], 60)
         raise CheckError(
             f"the load program did not end within {timeout_s:.0f} s", remedy="look for Xid in the kernel's log"
         )
     if not any("cards" in row for row in rows):
-        said = next((str(row["error"]) for row in rows if row.get("error")), text.strip()[-300:])
         raise CheckError(
-            f"the load program did not start: {said}", remedy="playbooks/prepare.yml proves the containers"
+            f"the load program did not start: {last_words(rows, text)}",
+            remedy="playbooks/prepare.yml proves the containers",
         )
     return rows
+
+
+def last_words(rows: Sequence[dict[str, Any]], text: str) -> str:
+    """Why the load program did not start: its own error, or the end of what the container printed."""
+    return next((str(row["error"]) for row in rows if row.get("error")), text.strip()[-300:])
 
 
 def read_rows(text: str) -> list[dict[str, Any]]:

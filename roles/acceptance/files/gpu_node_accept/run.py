@@ -245,10 +245,7 @@ class Acceptance:
         if len(group) < 2:
             return not_here("the replica has one card")
         rows = node.gpu_load(self._image(), group, PROGRAM, ["allreduce", "--limit", str(limit)], 400 + 6 * limit)
-        error = next((str(row["error"]) for row in rows if row.get("error")), "")
-        nccl = next((row.get("nccl") for row in rows if "cards" in row), None)
-        sizes = [row for row in rows if "bus_gb_s" in row]
-        found = {"sizes": sizes, "error": error, "nccl": nccl}
+        found = cards.read_sums(rows)
         self.data.setdefault("all_reduce", {})[target] = found
         return cards.all_reduce(found, min(one["all_reduce_gb_s"] for one in floors))
 
