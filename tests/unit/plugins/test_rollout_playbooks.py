@@ -98,6 +98,7 @@ def test_a_node_that_fails_stops_the_rollout_and_says_how_to_go_on(tmp_path: Pat
         assert part in output
 
 
+@pytest.mark.full
 def test_nodes_that_wait_get_a_sign_of_life_between_two_batches(tmp_path: Path) -> None:
     long_ago = {"renewed": 0}
     found = stage(tmp_path, n1={}, n2={}, n3=long_ago, n4=long_ago, n5=long_ago, n6={})
@@ -194,6 +195,7 @@ def test_a_drained_step_that_fails_brings_the_replicas_back_and_stops(tmp_path: 
     assert not any("leave" in line for line in found.calls("n2"))
 
 
+@pytest.mark.full
 def test_drained_steps_that_were_interrupted_go_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     steps = own_tasks(tmp_path, tmp_path / "calls")
     record = {"drained": steps.partition("=")[2], "rollout": "r0"}
