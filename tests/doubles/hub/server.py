@@ -564,19 +564,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.url_path, self.query = unquote(split.path), dict(parse_qs(split.query, keep_blank_values=True))
         self.status, self.sent, self.fault = 0, 0, ""
         # the file whose counters this request adds to, and whether what goes out are bytes of that file
-        self.count_as, self.in_file = "", False
+        self.count_as, self.in_file, self.counted = "", False, self.url_path.startswith("/_")
         try:
             self.route()
         except (_GoneError, ConnectionError):
             self.close_connection = True
         finally:
+            self._count()
             if not self.url_path.startswith("/_"):
-                self._count()
+                self.hub.note(
+                    f"{self.server.role} {self.command} {self.url_path} {self.status} {self.sent} {self.fault}".rstrip()
+                )
 
     def route(self) -> None:
         raise NotImplementedError
 
     def _count(self) -> None:
+        """Count the request, once, before anything is answered: who has the answer finds it counted."""
+        if self.counted:
+            return
+        self.counted = True
         state, role = self.hub.state, self.server.role
         with state.lock:
             for table, name in ((state.paths, f"{role} {self.url_path}"), (state.files, self.count_as)):
@@ -585,10 +592,12 @@ class _Handler(BaseHTTPRequestHandler):
                     count.head += self.command == "HEAD"
                     count.get += self.command == "GET"
             state.seen.append(Seen(role, self.command, self.path, self.status, dict(self.headers.items())))
-        self.hub.note(f"{role} {self.command} {self.url_path} {self.status} {self.sent} {self.fault}".rstrip())
 
     def _sent(self, amount: int) -> None:
-        """Counted while it goes out, so that what was sent to a client that died is known too."""
+        """Count bytes as they go out, just before: what was sent to a client that died is known too.
+
+        Who sends fewer in the end counts the rest back.
+        """
         self.sent += amount
         state = self.hub.state
         with state.lock:
@@ -603,6 +612,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
+        self._count()
         self.send_response_only(status)
         self.send_header("Date", formatdate(usegmt=True))
         self.send_header("Server", SERVICE)
@@ -616,8 +626,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Content-Type": "text/plain; charset=utf-8", **(headers or {}), "Content-Length": str(len(body))}
         self.begin(status, headers)
         if self.command != "HEAD":
-            self.wfile.write(body)
             self._sent(len(body))
+            self.wfile.write(body)
 
     def answer_json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
@@ -716,8 +726,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.begin(200, {**headers, "Content-Encoding": "gzip", "Transfer-Encoding": "chunked"})
         for start in range(0, len(body), BLOCK):
             block = body[start : start + BLOCK]
-            self.wfile.write(b"%x\r\n" % len(block) + block + b"\r\n")
             self._sent(len(block))
+            self.wfile.write(b"%x\r\n" % len(block) + block + b"\r\n")
         self.wfile.write(b"0\r\n\r\n")
 
     def _send_body(self, file: int, start: int, length: int, real: int, fault: Fault | None) -> None:
@@ -749,8 +759,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_bytes(bytes(max(0, length - real)))
 
     def _send_bytes(self, data: bytes) -> None:
-        self.connection.sendall(data)
-        self._sent(len(data))
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
+            self._sent(len(block))
+            self.connection.sendall(block)
 
     def _send_part(self, file: int, start: int, length: int) -> None:
         """The kernel copies file to socket: no byte passes through Python."""
@@ -759,11 +771,15 @@ class _Handler(BaseHTTPRequestHandler):
         while start < end and not self.hub.state.stopping.is_set():
             amount = min(bucket.block, end - start)
             bucket.take(amount)
-            sent = os.sendfile(out, file, start, amount)
+            self._sent(amount)
+            sent = 0
+            try:
+                sent = os.sendfile(out, file, start, amount)
+            finally:
+                self._sent(sent - amount)
             if not sent:
                 raise _GoneError
             start += sent
-            self._sent(sent)
 
 
 class _HubHandler(_Handler):
@@ -776,7 +792,7 @@ class _HubHandler(_Handler):
     def _control(self) -> None:
         """POST /_faults (a fault or a list of them), DELETE /_faults, DELETE /_stats."""
         self.hub = self.server.hub
-        self.url_path, self.sent, self.count_as, self.in_file = self.path, 0, "", False
+        self.url_path, self.sent, self.count_as, self.in_file, self.counted = self.path, 0, "", False, True
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if (self.command, self.path) == ("POST", "/_faults"):
             known = {item.name for item in fields(Fault)}
