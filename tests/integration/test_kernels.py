@@ -18,6 +18,7 @@ import image_cache
 import pytest
 from nodes import Node, Play
 from testhost import ROOT
+from torch_cache import torch_folder
 
 TOOLS = ROOT / "tests" / "doubles" / "compilers" / "tool"
 PACKAGES = "usr/local/lib/python3.11/dist-packages"
@@ -358,16 +359,16 @@ def test_a_good_report_turns_the_switches_on_and_is_not_made_again(node: Node, c
 def test_the_real_compilers_make_the_real_library(node: Node) -> None:
     """nvcc and torch's headers of this machine, in an image with Debian's own C++ compiler."""
     home = Path("/usr/local/cuda")
-    torch = next(iter(image_cache.CACHE.glob("torch-*/torch")), None)
-    if not (home / "bin" / "nvcc").exists() or torch is None:
-        pytest.skip("no nvcc in /usr/local/cuda here, or no torch in .demo/cache (make unit brings it)")
+    if not (home / "bin" / "nvcc").exists():
+        pytest.skip("no nvcc in /usr/local/cuda here")
+    torch = torch_folder()
     cuda = image_cache.CACHE / "cuda"
     if not cuda.exists():
         partial = cuda.with_name(".cuda")
         shutil.rmtree(partial, ignore_errors=True)
         subprocess.run(["cp", "-rL", str(home), str(partial)], check=True)
         partial.rename(cuda)
-    folder, seen = f"{PACKAGES}/torch", f"{image_cache.MOUNT}/{torch.parent.name}/torch"
+    folder, seen = f"{PACKAGES}/torch", f"{image_cache.MOUNT}/{torch.name}/torch"
     node.ssh(
         f"""set -e
 apt-get -qq install -y --no-install-recommends g++ >/dev/null 2>&1

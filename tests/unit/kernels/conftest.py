@@ -1,27 +1,20 @@
-"""A torch for CPUs and the library built against its headers; both are made once and kept below .demo/cache."""
+"""A torch for CPUs and the library built against its headers; both are kept below .demo/cache."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from image_cache import CACHE
+from torch_cache import TorchError, torch_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "roles" / "kernels" / "files"
-CACHE = ROOT / ".demo" / "cache"
-# Of what torch asks for, what importing it and its fake tensors need.
-PACKAGES = ("torch==2.13.0", "typing_extensions", "sympy", "mpmath")
 
 for folder in (FILES, ROOT):
     if str(folder) not in sys.path:
@@ -30,36 +23,12 @@ for folder in (FILES, ROOT):
 from tests.unit.kernels.support import build_sh  # noqa: E402
 
 
-@contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Tests run in several processes: one of them makes what all of them use."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / f".{name}.lock").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def torch_folder() -> Path:
-    """Return a folder with torch, for sys.path; 750 MB, and about half a minute the first time."""
-    inputs = f"{PACKAGES} {sys.version_info[:2]}"
-    folder = CACHE / f"torch-{hashlib.sha256(inputs.encode()).hexdigest()[:12]}"
-    with locked("torch"):
-        if not folder.is_dir():
-            made = Path(tempfile.mkdtemp(dir=CACHE, prefix=".torch-"))
-            argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
-            argv += ["--target", str(made), *PACKAGES]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
-            if done.returncode != 0:
-                shutil.rmtree(made)
-                reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                pytest.skip(f"pip brings no {PACKAGES[0]} here: {reasons[-1] if reasons else done.returncode}")
-            os.rename(made, folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def torch_path() -> Path:
-    return torch_folder()
+    try:
+        return torch_folder()
+    except TorchError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
