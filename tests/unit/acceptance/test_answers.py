@@ -36,6 +36,57 @@ def test_a_difference_while_others_asked_is_an_open_question() -> None:
     assert "1 of 1 repeats differ" in found.why and "1 requests of others ran" in found.why
 
 
+@pytest.mark.parametrize(
+    ("made", "accepted", "verdict", "seen"),
+    [
+        (700, 340, "pass", "48.6% of 700 drafted tokens, 7 at a time"),
+        (700, 70, "pass", "10.0% of 700"),
+        (700, 69, "warn", "9.9% of 700"),
+        # cases VLLM-08
+        (1000, 44, "warn", "4.4% of 1,000"),
+        (700, 0, "warn", "0.0% of 700"),
+        (0, 0, "fail", "speculation drafted nothing"),
+    ],
+)
+def test_drafts(made: float, accepted: float, verdict: str, seen: str) -> None:
+    found = answers.drafts(made, accepted, 7)
+    assert (found.verdict, seen in found.seen) == (verdict, True), found
+
+
+def test_drafts_without_a_counter_or_a_head_are_no_answer() -> None:
+    found = answers.drafts(None, None, 7)
+    assert (found.verdict, found.applies) == ("not run", True)
+    server: Any = None
+    for arguments in ({}, {"speculative-config": {"method": "ngram"}}):
+        assert not answers.ask_drafts(server, arguments).applies
+
+
+class Drafting:
+    """An engine with a head: counters of before and after one answer."""
+
+    def __init__(self, accepted: int) -> None:
+        self.accepted, self.asked = accepted, 0
+
+    def metrics(self) -> Any:
+        made, taken = 500 + 700 * self.asked, 200 + self.accepted * self.asked
+        return parse_metrics(
+            f"vllm:spec_decode_num_draft_tokens_total {made}\nvllm:spec_decode_num_accepted_tokens_total {taken}\n"
+        )
+
+    def chat(self, body: dict[str, Any], _: float) -> Answer:
+        assert body["max_tokens"] > 100
+        self.asked += 1
+        return Answer({"content": "2, 3, 5"}, "stop", 300)
+
+
+@pytest.mark.parametrize(("accepted", "verdict"), [(340, "pass"), (31, "warn")])
+def test_drafts_are_counted_over_one_answer(accepted: int, verdict: str) -> None:
+    server: Any = Drafting(accepted)
+    config = {"method": "dspark", "num_speculative_tokens": 7}
+    found = answers.ask_drafts(server, {"speculative-config": config})
+    assert (found.verdict, f"{accepted / 700:.1%} of 700" in found.seen) == (verdict, True), found
+
+
 def call(name: str, arguments: str) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 

@@ -89,6 +89,8 @@ def commands(**more: Any) -> Any:
             "gpu-node smoke": (0, json.dumps(SMOKE)),
             "gpu-node status": (0, json.dumps(STATUS)),
             "gpu-node history": (0, "[]"),
+            "systemctl show": (0, "0123456789abcdef\n"),
+            "journalctl -q": (0, "non-default args: {'api_key': '***'}\n"),
             **more,
         }
         return answers.get(name, (127 if argv[0] in ("nvidia-smi", "dcgmi") else 0, ""))
@@ -127,8 +129,20 @@ def verdicts(asked: dict[str, Any], tmp_path: Path) -> tuple[dict[str, Any], dic
 def test_smoke_is_answers_and_the_kv_cache(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "run", commands())
     report, found = verdicts(request(port, "smoke"), tmp_path)
-    assert found == {"serves_plain": "pass", "kv_tokens": "pass"}
+    assert found == {"serves_plain": "pass", "kv_tokens": "pass", "key_kept": "pass"}
     assert (report["result"], report["releases"]) == ("pass", {"0": "0123456789ab"})
+
+
+def test_a_key_that_the_engine_logs_or_keeps_is_found(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases VLLM-15: it is in the start's line of arguments, and in what the compiled code depends on."""
+    monkeypatch.setattr(node, "run", commands(**{"journalctl -q": (0, "non-default args: {'api_key': 'engine-key'}")}))
+    report, found = verdicts(request(port, "smoke"), tmp_path)
+    assert (found["key_kept"], report["result"]) == ("fail", "fail")
+    row = next(check for check in report["checks"] if check["id"] == "key_kept")
+    assert row["seen"] == "it is in the log of vllm-replica@0.service"
+    assert "engine-key" not in json.dumps(report)
 
 
 def test_standard_on_a_node_without_cards(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ TOOL = {
 MEASURABLE_S = 0.2
 CACHE_SHARE = 0.5
 CLEARLY_SMALLER = 0.7
+# The documents' workloads have about half; a head that does not fit, 4 % (cases VLLM-08).
+DRAFT_SHARE = 0.1
+FROM_THE_TEXT = ("ngram", "suffix")
 DRAIN = "ask again on a drained replica: gpu-node drain N"
 
 
@@ -122,6 +125,27 @@ def prefix_cache(cold: Streamed, warm: Streamed, hits: float | None, meanwhile: 
     return passed(seen, wanted)
 
 
+def drafts(made: float | None, accepted: float | None, per_draft: int) -> Outcome:
+    """Speculation is worth its time: a good part of what it drafts is taken.
+
+    :param made: draft tokens; None: there is no such counter.
+    :param per_draft: draft tokens at a time, as the plan has them.
+    """
+    wanted = f"at least {DRAFT_SHARE:.0%} of the drafted tokens accepted"
+    remedy = (
+        "the head is not of this model, or not made for so many tokens at a time: compare drafter and"
+        " speculative_tokens with the head's own config"
+    )
+    if made is None or accepted is None:
+        return not_run(
+            "the engine has no counters vllm:spec_decode_num_*", "look whether this server is a vLLM", wanted
+        )
+    if made < 1:
+        return failed("speculation drafted nothing", wanted, "read the engine's log from the start for the reason")
+    seen = f"{accepted / made:.1%} of {made:,.0f} drafted tokens, {per_draft} at a time"
+    return passed(seen, wanted) if accepted >= DRAFT_SHARE * made else warned(seen, wanted, remedy)
+
+
 def ask_determinism(server: Server, times: int, tokens: int) -> Outcome:
     """Ask the same thing again and again. The first answer fills the prefix cache, and is not compared."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "ignore_eos": True, **THINKING_OFF}
@@ -132,6 +156,21 @@ def ask_determinism(server: Server, times: int, tokens: int) -> Outcome:
     meanwhile = others(before, after, sum(answer.completion_tokens for answer in found))
     drafts = moved(before, after, "vllm:spec_decode_num_drafts")
     return determinism([answer.text for answer in found], meanwhile, drafts)
+
+
+def ask_drafts(server: Server, arguments: dict[str, Any]) -> Outcome:
+    """Have a text written that is easy to foresee. What others have drafted meanwhile counts, too: texts like any."""
+    config = arguments.get("speculative-config") or {}
+    if not config:
+        return not_here("the plan has no speculation")
+    if config.get("method") in FROM_THE_TEXT:
+        return not_here(f"{config['method']} takes drafts from the text itself: no head that could be a wrong one")
+    before = settled(server)
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 512, **THINKING_OFF}
+    server.chat(body, TIMEOUT_S)
+    after = settled(server)
+    made, accepted = (moved(before, after, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
+    return drafts(made, accepted, int(config.get("num_speculative_tokens") or 0))
 
 
 def ask_tool(server: Server, arguments: dict[str, Any]) -> Outcome:

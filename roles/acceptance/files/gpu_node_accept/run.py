@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_node_accept import answers, cards, engine_report, limits, node
+from gpu_node_accept import answers, cards, engine_report, limits, node, secrecy
 from gpu_node_accept.cards import Card
 from gpu_node_accept.checks import (
     PASS,
@@ -318,6 +318,7 @@ class Acceptance:
         check(
             "kv_tokens", "Engine", "size of the KV cache", lambda: engine_report.kv_tokens(expected, server.metrics())
         )
+        check("key_kept", "Engine", "the engine's key is nowhere else", lambda: self._key_kept(replica))
         if self.level == "smoke":
             return
         self._report(replica, server, check)
@@ -330,6 +331,7 @@ class Acceptance:
             "the same answer each time",
             lambda: answers.ask_determinism(server, times, tokens),
         )
+        check("drafts", "Answers", "accepted drafts", lambda: answers.ask_drafts(server, arguments))
         check("tool_call", "Answers", "tool calls", lambda: answers.ask_tool(server, arguments))
         check(
             "reasoning", "Answers", "thoughts apart from the answer", lambda: answers.ask_reasoning(server, arguments)
@@ -341,6 +343,12 @@ class Acceptance:
         )
         if self.level == "full":
             self._limits(replica, server, check)
+
+    def _key_kept(self, replica: dict[str, Any]) -> Outcome:
+        unit = str(replica["unit"])
+        log = [(f"the log of {unit}", node.unit_log(unit).encode())]
+        texts = itertools.chain(log, secrecy.command_lines(), secrecy.cached_texts(int(replica["index"])))
+        return secrecy.key_kept(read_key(ENGINE_ENV), texts)
 
     def _server_or_none(self, replica: dict[str, Any]) -> Server | None:
         try:
