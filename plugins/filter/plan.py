@@ -47,13 +47,17 @@ def resolved_plan(
     qualification: list[dict[str, Any]],
     draft_tokens: dict[str, int],
 ) -> dict[str, Any]:
-    """Return ``{"plan": resolved plan or {}, "problems": [sentences]}``; see ``release.resolve_plan``."""
+    """Return ``{"plan": resolved plan or {}, "problems": [sentences], "waits": bool}``.
+
+    See ``release.resolve_plan`` and ``release.ResolveError``.
+    """
     if plan.get("state") not in ("intent", "resolved"):
         raise AnsibleFilterError("resolved_plan needs a plan; run the role serving_plan first")
     try:
-        return {"plan": resolve_plan(plan, digests, image, gpus, qualification, draft_tokens), "problems": []}
+        resolved = resolve_plan(plan, digests, image, gpus, qualification, draft_tokens)
+        return {"plan": resolved, "problems": [], "waits": False}
     except ResolveError as error:
-        return {"plan": {}, "problems": error.problems}
+        return {"plan": {}, "problems": error.problems, "waits": error.waits}
 
 
 def project_version(root: Path) -> str:

@@ -3,8 +3,8 @@
 """Which of the kernels' switches are on: what a profile wants, against what the check on this node's GPUs found.
 
 Pure functions. A *record* is ``{"gpu": model, "driver": version, "report": what ds41k.qualify wrote or {}, "why": a
-sentence when there is no report, "pending": whether it is made before anything starts}``; there is one for each model
-of GPU that replicas run on.
+sentence when there is no report, "pending": whether it is made before anything starts, "busy": whether it is missing
+because every such GPU is in use}``; there is one for each model of GPU that replicas run on.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Decisions:
     switches: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    #: what is a problem would be none with a report, and one can be made once a GPU is free
+    waits: bool = False
 
     @property
     def values(self) -> dict[str, Any]:
@@ -101,7 +103,8 @@ def choose_reports(
         exact = next((one for one in same if one["image"] == about["image"]), None)
         # While no GPU is free, another image's report will do when the kernels in it were the same.
         like = [one for one in same if about["kernels"] and one["kernels"] == about["kernels"]]
-        record: dict[str, Any] = {"gpu": gpu, "driver": about["driver"], "report": {}, "why": "", "pending": False}
+        record: dict[str, Any] = {"gpu": gpu, "driver": about["driver"], "report": {}, "why": ""}
+        record |= {"pending": False, "busy": False}
         free = [uuid for uuid in uuids if uuid not in busy]
         usable = next((one for one in ([exact] if exact else []) + ([] if free else like) if _found(one)), None)
         if usable:
@@ -114,6 +117,7 @@ def choose_reports(
             record["why"] = exact["report"].get("not_qualified", "the report is empty") if exact else "not checked yet"
             record["pending"] = exact is None
         else:
+            record["busy"] = True
             record["why"] = (
                 f"every {gpu} is in use ({busy[uuids[0]]}); a run while one is free checks it: stop a replica "
                 "(systemctl stop vllm-replica@N, which drains it first) and run site.yml again"
@@ -157,6 +161,10 @@ def decide(plan: dict[str, Any], records: list[dict[str, Any]], recipe: str) -> 
             }
         )
     _check_window(made, kernels, reasons["chunked_indexer"])
+    known = [record for record in records if not record["busy"]]
+    indexer = next(switch for switch in SWITCHES if switch.setting == "chunked_indexer")
+    refused = bool(known) and bool(_doubt(indexer, known, kernels["rows"]))
+    made.waits = bool(made.problems) and len(known) < len(records) and not refused
     return made
 
 

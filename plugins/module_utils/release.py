@@ -25,11 +25,16 @@ _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 class ResolveError(ValueError):
-    """The plan cannot be completed; ``problems`` holds a sentence for each reason."""
+    """The plan cannot be completed.
 
-    def __init__(self, problems: list[str]) -> None:
+    :param problems: a sentence for each reason.
+    :param waits: there is one reason, and it goes away once a GPU is free for the check of the kernels.
+    """
+
+    def __init__(self, problems: list[str], waits: bool = False) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+        self.waits = waits
 
 
 def _artifact_path(artifact: dict[str, str]) -> str:
@@ -174,9 +179,9 @@ def resolve_plan(
     ]
     head, unsure = _check_head(plan["draft"], draft_tokens)
     decisions = decide(plan, qualification, image.get("recipe", ""))
-    problems = [*unseen, *head.refusals, *decisions.problems]
-    if problems:
-        raise ResolveError(problems)
+    others = [*unseen, *head.refusals]
+    if others or decisions.problems:
+        raise ResolveError([*others, *decisions.problems], waits=decisions.waits and not others)
     # What was not known before the head was there is known now.
     warnings = [text for text in plan["warnings"] if text not in unsure]
     replicas = []

@@ -87,6 +87,9 @@ records:
     pending:
       description: Whether the first check can be made now.
       type: bool
+    busy:
+      description: Whether there is no report because every GPU of the model is in use.
+      type: bool
 runs:
   description: Checks that can be made now. Each has C(key), C(gpu), C(driver) and C(uuid) of a free GPU.
   returned: always

@@ -114,6 +114,7 @@ def record(correct: bool = True, speedup: float = 1.5, **verdicts: Any) -> dict[
         "driver": "590.48.01",
         "why": "",
         "pending": False,
+        "busy": False,
         "report": {"kernels": {**kernels, **verdicts}},
     }
 

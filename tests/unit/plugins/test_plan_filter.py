@@ -38,7 +38,7 @@ def test_a_plan_is_completed() -> None:
     answer = intent_plan(cpu_profile(), {}, topology(), False, {})
     assert answer["problems"] == []
     complete = resolved_plan(answer["plan"], {"model": MODEL}, IMAGE, [], [], {})
-    assert complete == {"plan": resolved(), "problems": []}
+    assert complete == {"plan": resolved(), "problems": [], "waits": False}
     with pytest.raises(AnsibleFilterError, match="run the role serving_plan first"):
         resolved_plan({}, {"model": MODEL}, IMAGE, [], [], {})
 

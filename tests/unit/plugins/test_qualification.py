@@ -106,6 +106,24 @@ def test_every_model_of_card_needs_its_report() -> None:
     assert plan["warnings"] == [f"{name}: off: not qualified: all its GPUs are busy" for name in OURS.values()]
 
 
+def test_only_a_check_that_a_free_gpu_would_allow_is_waited_for() -> None:
+    """Else a node would be drained for a plan that cannot be completed then either."""
+    busy = {**record(), "report": {}, "why": "replica 0 runs on it", "busy": True}
+    wrong = record(chunks=verdict(correct=False))
+    refused: dict[str, tuple[bool, list[Plan], dict[str, int]]] = {
+        "a GPU in use": (True, [busy], {}),
+        "one model of GPU in use, the other good": (True, [busy, record()], {}),
+        "one model of GPU in use, the other's kernels wrong": (False, [busy, wrong], {}),
+        "no check allowed": (False, [{**busy, "busy": False}], {}),
+        "kernels that are wrong": (False, [wrong], {}),
+        "a head that drafts five": (False, [busy], {"drafter": 5}),
+    }
+    for what, (waits, records, tokens) in refused.items():
+        with pytest.raises(ResolveError) as caught:
+            resolved(name="8x", records=records, draft_tokens=tokens)
+        assert caught.value.waits is waits, what
+
+
 def test_a_whole_window_is_refused_without_a_report_and_says_what_to_do() -> None:
     with pytest.raises(ResolveError) as caught:
         resolved(name="8x", records=[{**record(), "report": {}, "why": "replica 0 runs on it"}])
@@ -224,7 +242,7 @@ def test_a_free_gpu_is_taken() -> None:
 
 def test_without_a_free_gpu_it_says_why_and_what_to_do() -> None:
     found, runs = chosen(busy=BUSY)
-    assert runs == [] and found["report"] == {} and not found["pending"]
+    assert runs == [] and found["report"] == {} and not found["pending"] and found["busy"]
     assert found["why"].startswith("every card is in use (replica 0 runs on it); a run while one is free checks it")
     assert "systemctl stop vllm-replica@N" in found["why"]
 
