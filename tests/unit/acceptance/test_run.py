@@ -68,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     (tmp_path / "engine.env").write_text("VLLM_API_KEY=engine-key\n")
     monkeypatch.setattr(run, "ENGINE_ENV", tmp_path / "engine.env")
+    monkeypatch.setattr(run, "RELEASES", tmp_path / "replicas")
     monkeypatch.setattr(node, "HELD", tmp_path / "held")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -120,6 +121,13 @@ def request(port: int, level: str, **more: Any) -> dict[str, Any]:
 
 
 def verdicts(asked: dict[str, Any], tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    for replica in asked["replicas"]:
+        path = run.RELEASES / str(replica["index"]) / "current/release.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True)
+            names = ("port", "gpus", "engine_args")
+            release = {"id": "0123456789ab", "served_model_name": "tiny", **{name: replica[name] for name in names}}
+            path.write_text(json.dumps(release))
     (tmp_path / "request.json").write_text(json.dumps(asked))
     assert run.main([str(tmp_path / "request.json"), str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
@@ -129,8 +137,23 @@ def verdicts(asked: dict[str, Any], tmp_path: Path) -> tuple[dict[str, Any], dic
 def test_smoke_is_answers_and_the_kv_cache(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "run", commands())
     report, found = verdicts(request(port, "smoke"), tmp_path)
-    assert found == {"serves_plain": "pass", "kv_tokens": "pass", "key_kept": "pass"}
+    assert found == {"serves_plain": "pass", "settings": "pass", "kv_tokens": "pass", "key_kept": "pass"}
     assert (report["result"], report["releases"]) == ("pass", {"0": "0123456789ab"})
+
+
+def test_after_a_rollback_what_runs_is_asked_and_the_difference_is_said(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings of today have another port and window; the engine that serves is of the release before."""
+    monkeypatch.setattr(node, "run", commands())
+    asked = request(port, "smoke")
+    assert verdicts(asked, tmp_path)[1]["settings"] == "pass"
+    replica = {**asked["replicas"][0], "port": 1, "engine_args": {"max-model-len": 4096, "max-num-seqs": 4}}
+    report, found = verdicts({**asked, "replicas": [replica]}, tmp_path)
+    assert (found["settings"], found["kv_tokens"], report["result"]) == ("warn", "pass", "warn")
+    row = next(check for check in report["checks"] if check["id"] == "settings")
+    assert row["seen"] == f"release 0123456789ab has port {port} (1); max-model-len 2048 (4096)"
+    assert "rollout.yml" in row["remedy"]
 
 
 def test_a_key_that_the_engine_logs_or_keeps_is_found(

@@ -467,5 +467,10 @@ def test_what_cannot_be_asked_is_told(request_of: dict[str, Any], tmp_path: Path
     assert found["agreement"][0] == "fail"
     dead = verdicts({**request_of, "checks": ["problems"], "port": 1}, tmp_path)
     assert dead["problems"][0] == "fail" and "no question was answered" in dead["problems"][1]
+    # After a rollback what runs may listen elsewhere than the plan of today says.
+    runs = {"id": "aaaaaaaaaaaa", "image": {"ref": "localhost/i"}, "port": request_of["port"], "served_model_name": "m"}
+    (run.RELEASES / "0/current/release.json").write_text(json.dumps(runs))
+    asked = {**request_of, "checks": ["problems"], "port": 1, "model": "other"}
+    assert verdicts(asked, tmp_path)["problems"][0] == "pass"
     (tmp_path / "request.json").write_text(json.dumps({"checks": ["mmlu"]}))
     assert run.main(["run", str(tmp_path / "request.json"), str(tmp_path / "report.json")]) == 2

@@ -33,6 +33,27 @@ def _silent(what: str, engine: str) -> Outcome:
     )
 
 
+def settings(planned: dict[str, Any], release: dict[str, Any]) -> Outcome:
+    """The running release is made of the settings that this run has; after a rollback it is not."""
+    wanted = "a release of these settings"
+    named = ("port", "served_model_name")
+    differ = [f"{name} {release.get(name)} ({planned[name]})" for name in named if release.get(name) != planned[name]]
+    runs, plans = release.get("engine_args") or {}, planned["engine_args"]
+    differ += [
+        f"{name} {json.dumps(runs.get(name))} ({json.dumps(plans.get(name))})"
+        for name in sorted(runs.keys() | plans.keys())
+        if runs.get(name) != plans.get(name)
+    ]
+    seen = f"release {release.get('id', '')}"
+    if not differ:
+        return passed(seen, wanted)
+    remedy = (
+        "the other checks compare with the settings, which are in brackets: run playbooks/rollout.yml, or set them"
+        " back when the release is the wanted one"
+    )
+    return warned(f"{seen} has {'; '.join(differ)}"[:400], wanted, remedy)
+
+
 def kv_tokens(expected: dict[str, Any], metrics: Metrics) -> Outcome:
     """The KV cache's size."""
     planned = expected.get("kv_tokens")

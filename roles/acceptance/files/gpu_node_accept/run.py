@@ -278,7 +278,9 @@ class Acceptance:
         return found if isinstance(found, dict) else {}
 
     def _server(self, replica: dict[str, Any]) -> Server:
-        return Server(int(replica["port"]), read_key(ENGINE_ENV), str(self.request["served_model_name"]))
+        # After a rollback what runs may listen elsewhere, and have another name, than the plan of today says.
+        asked = {"served_model_name": self.request["served_model_name"], **replica, **self._release(replica)}
+        return Server(int(asked["port"]), read_key(ENGINE_ENV), str(asked["served_model_name"]))
 
     @staticmethod
     def _sequences(replica: dict[str, Any]) -> int:
@@ -315,6 +317,7 @@ class Acceptance:
         server = self._server_or_none(replica)
         if server is None:
             return
+        check("settings", "Engine", "what runs is what the settings say", lambda: self._settings(replica))
         check(
             "kv_tokens", "Engine", "size of the KV cache", lambda: engine_report.kv_tokens(expected, server.metrics())
         )
@@ -343,6 +346,13 @@ class Acceptance:
         )
         if self.level == "full":
             self._limits(replica, server, check)
+
+    def _settings(self, replica: dict[str, Any]) -> Outcome:
+        release = self._release(replica)
+        if not release:
+            return failed("no release", "a release", SITE)
+        planned = {**replica, "served_model_name": self.request["served_model_name"]}
+        return engine_report.settings(planned, release)
 
     def _key_kept(self, replica: dict[str, Any]) -> Outcome:
         unit = str(replica["unit"])

@@ -48,17 +48,20 @@ class Quality:
     """One run on this node, against one replica."""
 
     def __init__(self, request: dict[str, Any], say: Callable[[str], None]) -> None:
-        self.request = request
         self._say = say
         self.book = Book(say)
         self.target = f"replica {request['replica']}"
-        self.release = self._read_release()
+        self.release = self._read_release(request["replica"])
+        # After a rollback what runs may listen elsewhere, and have another name, than the plan of today says.
+        runs = {"port": self.release.get("port"), "model": self.release.get("served_model_name")}
+        self.request = {**request, **{name: value for name, value in runs.items() if value}}
         self.label = str(request.get("label") or self.release.get("id") or "")
         self.kept: dict[str, Any] = {}
 
-    def _read_release(self) -> dict[str, Any]:
+    @staticmethod
+    def _read_release(replica: int) -> dict[str, Any]:
         try:
-            path = RELEASES / str(self.request["replica"]) / "current" / "release.json"
+            path = RELEASES / str(replica) / "current" / "release.json"
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
