@@ -11,6 +11,8 @@ export PYTHON
 TESTHOST := $(PYTHON) tests/host/testhost.py
 # tools that start other tools (molecule, ansible-lint) find them on PATH
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# every start of Ansible, Molecule and pytest loads hundreds of modules: without their bytecode each start compiles them
+unexport PYTHONDONTWRITEBYTECODE
 # borders around a playbook's output wrap its lines
 export MOLECULE_COMMAND_BORDERS := false
 
