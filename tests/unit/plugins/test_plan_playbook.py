@@ -20,8 +20,8 @@ def plan(folder: Path, limit: str, topology: str, *more: str) -> tuple[dict[str,
 
 
 def test_a_node_and_a_fleet_are_planned_from_a_file_and_saved_once(tmp_path: Path) -> None:
-    nodes = ["gpu-node", *(f"fleet-{number}" for number in range(1, 9))]
-    counts, output = plan(tmp_path, "gpu-node,fleet", "8x.yml")
+    nodes = ["gpu-node", "fleet-1", "fleet-2"]
+    counts, output = plan(tmp_path, ",".join(nodes), "8x.yml")
     assert sorted(counts) == sorted(nodes), output
     assert all(count["failed"] == count["unreachable"] == 0 for count in counts.values()), output
     assert "4.33 full-length requests in 4,538,321 tokens of KV cache" in output
@@ -31,7 +31,7 @@ def test_a_node_and_a_fleet_are_planned_from_a_file_and_saved_once(tmp_path: Pat
         assert saved["profile"] == "8x"
         assert [len(replica["gpus"]) for replica in saved["replicas"]] == [4, 4]
         assert yaml.safe_load((tmp_path / "plans" / f"{node}.yml").read_text()) == saved
-    again, output = plan(tmp_path, "gpu-node,fleet", "8x.yml")
+    again, output = plan(tmp_path, ",".join(nodes), "8x.yml")
     assert all(count["changed"] == 0 for count in again.values()), output
 
 
