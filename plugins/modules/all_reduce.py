@@ -42,13 +42,7 @@ options:
     description: Folder that holds what replicas are made of.
     type: path
     default: /var/lib/gpu-node/replicas
-attributes:
-  check_mode:
-    description: Reads only, so check mode makes no difference.
-    support: full
-  diff_mode:
-    description: There is nothing to show a difference of.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

@@ -33,13 +33,7 @@ options:
       - With it, the module says what a fetch would take.
     type: dict
     default: {}
-attributes:
-  check_mode:
-    description: It only looks.
-    support: full
-  diff_mode:
-    description: Nothing changes.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

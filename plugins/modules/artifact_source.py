@@ -36,13 +36,7 @@ options:
         writes it. One that does not exist is passed over. In a file, because a proxy may need a password.
     type: path
     default: /etc/gpu-node/proxy.env
-attributes:
-  check_mode:
-    description: It only asks.
-    support: full
-  diff_mode:
-    description: Nothing changes.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

@@ -31,13 +31,7 @@ options:
     description: Podman's version, for example C(4.3.1); empty when it is unknown.
     type: str
     default: ""
-attributes:
-  check_mode:
-    description: Reads only, so check mode makes no difference.
-    support: full
-  diff_mode:
-    description: There is nothing to show a difference of.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

@@ -20,13 +20,7 @@ options:
     description: Folder of the roles on the controller.
     type: path
     required: true
-attributes:
-  check_mode:
-    description: Reads only, so check mode makes no difference.
-    support: full
-  diff_mode:
-    description: There is nothing to show a difference of.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

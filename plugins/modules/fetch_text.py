@@ -30,13 +30,7 @@ options:
     description: Seconds until an answer must begin.
     type: int
     default: 60
-attributes:
-  check_mode:
-    description: It only asks.
-    support: full
-  diff_mode:
-    description: Nothing changes.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 

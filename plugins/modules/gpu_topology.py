@@ -16,13 +16,7 @@ description:
     with sysfs, and what differs is told. C(nvidia-smi) is asked where it is there, and is given up after 20 seconds.
   - The answer is what C(serving_plan) needs to place replicas, and can be saved for a node that is not there yet.
 options: {}
-attributes:
-  check_mode:
-    description: Reads only, so check mode makes no difference.
-    support: full
-  diff_mode:
-    description: There is nothing to show a difference of.
-    support: none
+extends_documentation_fragment: [serving.gpu_node.reads_only]
 author: The gpu_node authors (@gpu-node)
 """
 
