@@ -23,12 +23,12 @@ def test_the_second_run_changes_nothing_and_shows_no_secret(served: Node) -> Non
     assert served.client_key not in play.output
 
 
-@pytest.mark.full  # the next one is a dry run too
 def test_check_mode_is_clean_on_a_serving_node(served: Node) -> None:
     play = served.converge("--check", "--diff")
     assert play.changed == 0, play.tail(80)
 
 
+@pytest.mark.full  # a dry run like the one before
 def test_the_installed_collection_does_the_same_job(served: Node, tmp_path: Path) -> None:
     """Built, installed elsewhere and called by its name, with nothing of the checkout in reach but the inventory."""
     galaxy = [str(BIN / "ansible-galaxy"), "collection"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from fleet_view import PLAY_TIMEOUT_S, Fleet, kill, wait_for, words
 
 
@@ -47,6 +48,7 @@ def test_a_setting_is_changed_on_three_nodes_and_nobody_notices(fleet: Fleet) ->
     fleet.wait_for_front()
 
 
+@pytest.mark.full
 def test_the_same_again_changes_nothing(fleet: Fleet) -> None:
     before, history = fleet.releases(), fleet.history()
     play = fleet.rollout()
