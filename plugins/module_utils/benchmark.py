@@ -52,6 +52,11 @@ def _url(release: dict[str, Any]) -> str:
     return f"http://127.0.0.1:{release['port']}"
 
 
+def _proofs(release: dict[str, Any]) -> str:
+    """Return the file in which the node's prober counts what it asks an idle engine."""
+    return f"/run/gpu-node/{release['replica']}/probe.json"
+
+
 def _max_num_seqs(release: dict[str, Any]) -> int:
     """Return how many sequences the engine decodes at once, 0 when its arguments do not say."""
     found = release["engine_args"].get("max-num-seqs")
@@ -62,6 +67,7 @@ def _replica_target(
     row: dict[str, Any], release: dict[str, Any], releases: list[dict[str, Any]], parts: list[str]
 ) -> dict[str, Any]:
     url = _url(release)
+    others = [other for other in releases if other["replica"] != release["replica"]]
     return {
         "name": f"replica {row['index']}",
         "kind": "replica",
@@ -69,7 +75,9 @@ def _replica_target(
         "model": release["served_model_name"],
         "key_file": ENGINE_KEY,
         "metrics": [url],
-        "neighbours": [_url(other) for other in releases if other["replica"] != release["replica"]],
+        "proofs": [_proofs(release)],
+        "neighbours": [_url(other) for other in others],
+        "neighbours_proofs": [_proofs(other) for other in others],
         "max_num_seqs": _max_num_seqs(release),
         "parts": parts,
         "gpus": [gpu["uuid"] for gpu in release["gpus"]],
@@ -87,6 +95,7 @@ def _balancer_target(plan: dict[str, Any], replicas: list[dict[str, Any]]) -> di
         "model": replicas[0]["model"],
         "key_file": CLIENT_KEYS,
         "metrics": [replica["url"] for replica in replicas],
+        "proofs": [file for replica in replicas for file in replica["proofs"]],
         # It spreads its streams over them.
         "replicas": len(replicas),
         "max_num_seqs": min(replica["max_num_seqs"] for replica in replicas),

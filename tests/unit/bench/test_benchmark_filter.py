@@ -149,3 +149,7 @@ def test_levels_are_for_each_replica_and_end_where_it_has_no_more_sequences() ->
 def test_a_replica_is_measured_with_an_eye_on_the_nodes_others() -> None:
     targets = made("8x")["request"]["targets"]
     assert [one.get("neighbours") for one in targets] == [["http://127.0.0.1:8001"], ["http://127.0.0.1:8000"], None]
+    # and on what the prober asks which of them
+    files = [f"/run/gpu-node/{index}/probe.json" for index in (0, 1)]
+    assert [one["proofs"] for one in targets] == [files[:1], files[1:], files]
+    assert [one.get("neighbours_proofs") for one in targets] == [files[1:], files[:1], None]

@@ -297,6 +297,35 @@ def test_requests_to_the_nodes_other_replica_are_seen(server: Server, other: Ser
     assert "/metrics answered HTTP 404" in figure(report, "decode/code")["invalid"]
 
 
+def test_what_the_nodes_prober_asks_an_idle_replica_is_nobodys_traffic(
+    server: Server, other: Server, key_file: Path, tmp_path: Path
+) -> None:
+    """A measurement that lasts minutes always has some; the prober notes each after it has the answer."""
+    noted = tmp_path / "probe.json"
+    noted.write_text(json.dumps({"proofs": 4, "proof_tokens": 132}))
+    target = {"kind": "replica", "neighbours": [other.url], "neighbours_proofs": [str(noted)]}
+
+    def asked(count: int) -> None:
+        other.counts.requests += count
+        other.counts.generated += count
+        other.counts.prompt += 33 * count
+
+    def note(count: int) -> None:
+        noted.write_text(json.dumps({"proofs": 4 + count, "proof_tokens": 33 * (4 + count)}))
+
+    threading.Timer(0.15, asked, [1]).start()
+    threading.Timer(1.0, note, [1]).start()
+    report = measure(server, key_file, ["decode"], target)
+    assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
+    assert report["targets"][0]["notes"] == []
+    # Another one's request in the same time is seen.
+    threading.Timer(0.15, asked, [2]).start()
+    threading.Timer(0.15, note, [2]).start()
+    report = measure(server, key_file, ["decode"], target)
+    (said,) = report["targets"][0]["notes"]
+    assert "other traffic meanwhile: 1 requests of the node's other replicas, 1 generated tokens of" in said
+
+
 def test_cards_that_nobody_looks_at_are_no_cards_that_were_not_slowed(
     server: Server, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

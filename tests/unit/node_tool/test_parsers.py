@@ -96,10 +96,17 @@ def test_any_journal(text: str) -> None:
 
 
 @given(
-    st.text() | VALUES.map(json.dumps) | VALUES.map(lambda v: json.dumps({"failures": v, "progress": v, "moved_at": v}))
+    st.text()
+    | VALUES.map(json.dumps)
+    | VALUES.map(lambda v: json.dumps({"failures": v, "progress": v, "moved_at": v, "proofs": v}))
 )
 def test_any_probe_memory(text: str) -> None:
     prober.parse_memory(text)
+
+
+def test_a_probe_memory_of_an_earlier_version_has_no_proofs() -> None:
+    found = prober.parse_memory('{"failures": 1, "progress": [1, 2, 0.5], "moved_at": 3.0}')
+    assert found == prober.Memory(1, (1, 2, 0.5), 3.0, 0, 0)
 
 
 @given(st.text())

@@ -1,5 +1,6 @@
 """The prober: what it takes out, what it leaves in, and back."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,32 @@ def test_asks_for_what_the_replica_serves(world: World) -> None:
     world.write_node(node_value(model="new"))
     passes(world, 12)
     assert world.inside(0) and "replica 0: idle for 30 s, generating for a proof" in world.said
+
+
+def test_proofs_are_counted_for_who_counts_the_engines_work(world: World) -> None:
+    """A benchmark of replica 0 takes replica 1's proofs for nobody's traffic."""
+
+    def noted() -> tuple[int, int]:
+        memory = json.loads(world.paths.probe_memory(1).read_text())
+        return memory["proofs"], memory["proof_tokens"]
+
+    passes(world, 2)
+    assert noted() == (0, 0)
+    passes(world, 12)
+    first, tokens = noted()
+    assert first >= 1 and tokens == 3 * first
+    # What moves, is away for a moment or does not come between takes none back.
+    engine = world.engines[1]
+    engine.counters = replace(engine.counters, generation_tokens=107)
+    passes(world, 1)
+    engine.up = False
+    passes(world, 1)
+    engine.up, engine.frozen = True, True
+    passes(world, 7)
+    assert noted() == (first, tokens)
+    engine.frozen = False
+    passes(world, 1)
+    assert noted() == (first + 1, tokens + 3)
 
 
 def test_dead_http_goes_out(world: World) -> None:

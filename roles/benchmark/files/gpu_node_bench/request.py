@@ -63,6 +63,7 @@ class Target:
     """An endpoint to measure.
 
     metrics: base URLs of all the engines behind it, for their counters; neighbours: those of the node's other engines.
+    proofs, neighbours_proofs: files in which the node's prober counts what it asks them while they are idle.
     replicas: how many engines share its streams. max_num_seqs: what each of them decodes at once, 0: not known.
     """
 
@@ -72,7 +73,9 @@ class Target:
     model: str
     key_file: str
     metrics: tuple[str, ...]
+    proofs: tuple[str, ...]
     neighbours: tuple[str, ...]
+    neighbours_proofs: tuple[str, ...]
     replicas: int
     max_num_seqs: int
     parts: tuple[str, ...]
@@ -208,7 +211,9 @@ def _target(value: Any, where: str) -> Target:
         model=_take(value, "model", str, where),
         key_file=_take(value, "key_file", str, where, ""),
         metrics=metrics,
+        proofs=_texts(value, "proofs", where),
         neighbours=_texts(value, "neighbours", where),
+        neighbours_proofs=_texts(value, "neighbours_proofs", where),
         replicas=_count(value, "replicas", where, 1),
         max_num_seqs=_count(value, "max_num_seqs", where, 0),
         parts=parts,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from gpu_node_bench.endpoint import Answer, Endpoint, Limits
@@ -16,6 +18,8 @@ from gpu_node_bench.request import Options, Target, key
 T = TypeVar("T")
 # An engine counts a request some time after its last token was sent.
 _COUNTED_WITHIN_S = 5.0
+# The prober notes a proof after it has the answer; by then the engine may have counted it.
+_NOTED_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.05
 
 
@@ -32,6 +36,19 @@ class Own:
         self.tokens += answer.tokens
         self.prompt_tokens += answer.prompt_tokens
 
+    def with_proofs(self, before: Proofs, now: Proofs) -> Own:
+        """This and what the node's prober asked for meanwhile: one token each time."""
+        proofs, prompt_tokens = now.count - before.count, now.prompt_tokens - before.prompt_tokens
+        return Own(self.requests + proofs, self.tokens + proofs, self.prompt_tokens + prompt_tokens)
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """What the prober asked idle engines for, since their units started."""
+
+    count: int = 0
+    prompt_tokens: int = 0
+
 
 @dataclass(frozen=True)
 class Look:
@@ -39,6 +56,8 @@ class Look:
 
     own: Counters | None
     others: Counters | None
+    proofs: Proofs = Proofs()
+    others_proofs: Proofs = Proofs()
 
     @property
     def running(self) -> float:
@@ -100,8 +119,11 @@ class Watch:
 
     def look(self) -> Look:
         """All the counters now. Raises NoFigureError."""
+        # First: a proof that is noted between is in the next look.
+        proofs, others_proofs = read_proofs(self.target.proofs), read_proofs(self.target.neighbours_proofs)
         own = counters(self.pages()) if self._sources else None
-        return Look(own, counters([one.get("/metrics") for one in self._others]) if self._others else None)
+        others = counters([one.get("/metrics") for one in self._others]) if self._others else None
+        return Look(own, others, proofs, others_proofs)
 
     def ask(self, prompt: str, tokens: int) -> Answer:
         """One streamed answer of that length. Raises NoFigureError."""
@@ -158,12 +180,15 @@ class Watch:
 
     def _settled(self, before: Look, own: Own) -> Moved | None:
         """How far the target's counters went, once they hold all of ours. Raises DisturbedError when they hold more."""
-        limit = time.monotonic() + _COUNTED_WITHIN_S
+        begin = time.monotonic()
+        limit = begin + _COUNTED_WITHIN_S
+        noted = begin + (_NOTED_WITHIN_S if self.target.proofs or self.target.neighbours_proofs else 0)
         while True:
             now = self.look()
             found = moved(before.own, now.own) if before.own and now.own else None
             missing = bool(found and (found.requests < own.requests or found.generation_tokens < own.tokens))
-            if not missing and now.running + now.waiting == 0:
+            words = self._meanwhile(before, now, found, own)
+            if not missing and now.running + now.waiting == 0 and (not words or time.monotonic() >= noted):
                 break
             if time.monotonic() >= limit:
                 if found and missing:
@@ -173,16 +198,33 @@ class Watch:
                     )
                 break
             time.sleep(_LOOK_EVERY_S)
-        words = strangers(found, own) if found else []
-        if before.others and now.others:
-            words += [
-                f"{word} of the node's other replicas" for word in strangers(moved(before.others, now.others), Own())
-            ]
         if not words and now.running + now.waiting > 0:
             words = [f"{now.running + now.waiting:g} requests still there"]
         if words:
             raise DisturbedError(f"other traffic meanwhile: {', '.join(words)}")
         return found
+
+    @staticmethod
+    def _meanwhile(before: Look, now: Look, found: Moved | None, own: Own) -> list[str]:
+        """What others had asked for, in words."""
+        words = strangers(found, own.with_proofs(before.proofs, now.proofs)) if found else []
+        if before.others and now.others:
+            theirs = Own().with_proofs(before.others_proofs, now.others_proofs)
+            more = strangers(moved(before.others, now.others), theirs)
+            words += [f"{word} of the node's other replicas" for word in more]
+        return words
+
+
+def read_proofs(files: Iterable[str]) -> Proofs:
+    """What the prober noted in these files; nothing yet where there is none."""
+    count = prompt_tokens = 0
+    for file in files:
+        try:
+            noted = json.loads(Path(file).read_text(encoding="utf-8"))
+            count, prompt_tokens = count + int(noted["proofs"]), prompt_tokens + int(noted["proof_tokens"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return Proofs(count, prompt_tokens)
 
 
 def strangers(found: Moved, own: Own) -> list[str]:

@@ -21,11 +21,17 @@ from gpu_node.tool import Tool
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known from the passes before. progress: the counters that move while an engine works."""
+    """What is known from the passes before.
+
+    progress: the counters that move while an engine works. proofs, proof_tokens: how many generations the prober asked
+    for since the unit started, and their prompts' tokens; each gave one token. Who counts its work takes them off.
+    """
 
     failures: int = 0
     progress: tuple[float, float, float] | None = None
     moved_at: float = 0.0
+    proofs: int = 0
+    proof_tokens: int = 0
 
 
 class Verdict(Enum):
@@ -56,7 +62,7 @@ def look(
         return memory, Verdict.KEEP, "HTTP did not answer"
     progress = progress_of(metrics)
     moved = progress != memory.progress
-    memory = Memory(0, progress, now if moved else memory.moved_at)
+    memory = replace(memory, failures=0, progress=progress, moved_at=now if moved else memory.moved_at)
     still = now - memory.moved_at
     if out:
         return memory, Verdict.GENERATE if may_generate else Verdict.KEEP, "out, generating for a proof"
@@ -78,7 +84,7 @@ def judge(memory: Memory, generated: bool, after: Metrics | None, now: float, *,
     if generated:
         return replace(memory, failures=0, moved_at=now), True
     if after is not None and progress_of(after) != memory.progress:
-        return Memory(0, progress_of(after), now), not out
+        return replace(memory, failures=0, progress=progress_of(after), moved_at=now), not out
     return memory, False
 
 
@@ -91,8 +97,11 @@ def parse_memory(text: str | None) -> Memory:
             int(value["failures"]),
             None if progress is None else (float(progress[0]), float(progress[1]), float(progress[2])),
             float(value["moved_at"]),
+            # An earlier version did not count them.
+            int(value.get("proofs", 0)),
+            int(value.get("proof_tokens", 0)),
         )
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return Memory()
 
 
@@ -113,13 +122,14 @@ class Prober:
         except (EngineError, ParseError):
             return None
 
-    def _generates(self) -> bool:
+    def _generates(self) -> int | None:
+        """How many tokens the prompt had; None when nothing came."""
         engine = self._tool.engine(self._replica.index)
         try:
-            engine.complete(self._tool.served(self._replica.index).model, 1, self._limits.stall_s)
+            done = engine.complete(self._tool.served(self._replica.index).model, 1, self._limits.stall_s)
         except EngineError:
-            return False
-        return True
+            return None
+        return done.prompt_tokens
 
     def run(self) -> str:
         """One pass; a line that says what it found."""
@@ -139,9 +149,12 @@ class Prober:
             out=out, may_generate=may_generate,
         )  # fmt: skip
         if verdict is Verdict.GENERATE:
-            generated = self._generates()
+            prompt_tokens = self._generates()
+            generated = prompt_tokens is not None
             after = None if generated else self._metrics()
             memory, healthy = judge(memory, generated, after, tool.host.clock(), out=out)
+            if prompt_tokens is not None:
+                memory = replace(memory, proofs=memory.proofs + 1, proof_tokens=memory.proof_tokens + prompt_tokens)
             if healthy and out:
                 verdict, why = self._let_in()
             elif not healthy:
