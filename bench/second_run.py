@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How long site.yml takes when there is nothing to do, and each role's share of it.
 
-Runs it twice against the demo node (make demo): the first run brings the node to what the inventory says, the second
-is the one that counts, and must change nothing.
+Runs it three times against the demo node (make demo): the first run brings the node to what the inventory says, the
+second is the one that counts, and must change nothing; the third does the same without the callback `preload`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def children_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def run_site() -> Run:
+def run_site(*, preload: bool = True) -> Run:
     argv = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", "inventories/demo", "site.yml", "-l", HOST]
-    callbacks = "serving.gpu_node.preload,ansible.posix.profile_roles"
-    environment = {**os.environ, "ANSIBLE_CALLBACKS_ENABLED": callbacks, "ANSIBLE_NOCOLOR": "1"}
+    callbacks = ["ansible.posix.profile_roles", *(["serving.gpu_node.preload"] if preload else [])]
+    environment = {**os.environ, "ANSIBLE_CALLBACKS_ENABLED": ",".join(callbacks), "ANSIBLE_NOCOLOR": "1"}
     start, before = time.monotonic(), children_s()
     done = subprocess.run(
         argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
@@ -79,6 +79,10 @@ def main() -> int:
         load_before = os.getloadavg()[0]
         second = run_site()
         roles = shares(second.output)
+        print(
+            f"bench: second run took {second.seconds:.0f} s; once more without preload ...", file=sys.stderr, flush=True
+        )
+        without = run_site(preload=False)
     except (BenchError, OSError, subprocess.TimeoutExpired) as err:
         print(f"bench: error: {err}", file=sys.stderr)
         return 1
@@ -94,13 +98,16 @@ def main() -> int:
     print(
         f"- second run {second_s:.1f} s (goal {GOAL_S:.0f} s: {'met' if second_s <= GOAL_S else 'MISSED'}),"
         f" changed={changed[1] if changed else '?'}; {second.cpu_s:.1f} s of CPU time on the controller;"
-        f" load average of the machine {load[0]:.1f} before and {load[1]:.1f} after"
+        f" load average of the machine {load[0]:.1f} before and {load[1]:.1f} after\n"
+        f"- with preload {second.cpu_s / without.cpu_s:.2f} of the CPU time and {second_s / without.seconds:.2f} of the"
+        f" seconds without ({without.cpu_s:.1f} s, {without.seconds:.1f} s)"
     )
     if options.json:
         numbers = {
             "first_s": first.seconds,
             "second_s": second_s,
             "controller_cpu_s": second.cpu_s,
+            "without_preload": {"seconds": without.seconds, "controller_cpu_s": without.cpu_s},
             "roles": named,
             "load": load,
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -313,14 +314,16 @@ def test_what_the_nodes_prober_asks_an_idle_replica_is_nobodys_traffic(
     def note(count: int) -> None:
         noted.write_text(json.dumps({"proofs": 4 + count, "proof_tokens": 33 * (4 + count)}))
 
-    threading.Timer(0.15, asked, [1]).start()
-    threading.Timer(1.0, note, [1]).start()
+    def in_the_third_answer(*actions: Callable[[], object]) -> None:
+        answers = itertools.count(1)
+        server.before = lambda: [action() for action in actions] if next(answers) == 3 else None
+
+    in_the_third_answer(lambda: asked(1), threading.Timer(0.7, note, [1]).start)
     report = measure(server, key_file, ["decode"], target)
     assert figure(report, "decode/code")["value"] == pytest.approx(500, rel=0.1)
     assert report["targets"][0]["notes"] == []
     # Another one's request in the same time is seen.
-    threading.Timer(0.15, asked, [2]).start()
-    threading.Timer(0.15, note, [2]).start()
+    in_the_third_answer(lambda: asked(2), lambda: note(2))
     report = measure(server, key_file, ["decode"], target)
     (said,) = report["targets"][0]["notes"]
     assert "other traffic meanwhile: 1 requests of the node's other replicas, 1 generated tokens of" in said
