@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.serving.gpu_node.plugins.module_utils.describe import describe_plan
 from ansible_collections.serving.gpu_node.plugins.module_utils.qualification import choose_reports, record_key
 from ansible_collections.serving.gpu_node.plugins.module_utils.release import ResolveError, resolve_plan
 
+from tests.unit.plugins.playbooks import ROOT
 from tests.unit.plugins.samples import DRAFTER, IMAGE, MODEL, intent, record, resolved
 
 Plan = dict[str, Any]
@@ -238,6 +240,16 @@ def test_a_report_is_made_once_per_image_card_and_driver() -> None:
 
 def test_a_free_gpu_is_taken() -> None:
     assert chosen(busy={"GPU-0": "replica 0 runs on it"})[1][0]["uuid"] == "GPU-1"
+
+
+def test_what_a_dry_run_on_a_bare_node_takes_is_a_record_like_any() -> None:
+    variables = yaml.safe_load((ROOT / "roles/kernels/vars/main.yml").read_text())
+    unknown = variables["_kernels_unknown"]
+    (usual,), _ = choose_reports([], WANTED, ABOUT, {})
+    assert {name: type(value) for name, value in unknown.items()} == {
+        name: type(value) for name, value in usual.items()
+    }
+    assert on(resolved(HALF, name="8x", records=[unknown])) == set()
 
 
 def test_without_a_free_gpu_it_says_why_and_what_to_do() -> None:
