@@ -311,6 +311,7 @@ class FirstAnswer(threading.Thread):
             time.sleep(0.2)
 
 
+@pytest.mark.full
 def test_a_reboot_lets_streams_end_and_keeps_an_operators_drain(site: Site) -> None:
     site.node.ssh("gpu-node drain 1", timeout=150)
     here = site.background("stream", 1000, 0)

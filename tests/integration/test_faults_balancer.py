@@ -183,6 +183,7 @@ def waiting(site: Site) -> Iterator[Background]:
         yield site.background("plain", 4, 0)
     finally:
         site.signal("CONT", server)
+        wait_until("the prober lets it in", lambda: site.serves(0), 60)
 
 
 class TestWhileAServerIsStopped:
@@ -242,6 +243,7 @@ class TestWhileAServerIsStopped:
         assert answer.status == 413
         assert answer.json()["error"]["message"] == "The request body is larger than 64 MiB"
 
+    @pytest.mark.full
     def test_the_request_is_answered_when_the_server_goes_on(self, site: Site, waiting: Background) -> None:
         """No 504, and nobody else was asked: it waits as long as a very long prompt would."""
         mark = site.mark()

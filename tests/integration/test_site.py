@@ -14,6 +14,7 @@ from testhost import ROOT
 BIN = Path(sys.executable).parent
 
 
+@pytest.mark.full  # scenario default has a second run
 def test_the_second_run_changes_nothing_and_shows_no_secret(served: Node) -> None:
     play = served.converge("-vvv", "--diff")
     assert play.changed == 0, play.tail(80)

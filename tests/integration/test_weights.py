@@ -89,6 +89,7 @@ def test_check_mode_on_a_bare_node_says_what_would_come(fleet: Fleet, repository
     fleet.ssh("n1", f"test ! -e {ARTIFACTS} && test ! -e /usr/local/bin/gpu-node-weights && test ! -e /etc/gpu-node")
 
 
+@pytest.mark.full
 def test_faults_on_the_way_end_in_a_whole_artifact_and_the_second_run_asks_nobody(
     fleet: Fleet, repository: Repository
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_token_goes_to_the_hub_alone_and_is_seen_nowhere(fleet: Fleet, hub: Hu
     fleet.ssh("n1", "test ! -e /etc/gpu-node/secrets/hub-token")
 
 
+@pytest.mark.full
 def test_a_killed_job_goes_on_from_where_it_was(fleet: Fleet, repository: Repository) -> None:
     fleet.hub.bucket.rate = SLOW
     running = fleet.start(fleet.source(repository))
